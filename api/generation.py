@@ -69,10 +69,9 @@ class RequestLimiter:
         """
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
-        usage = client.usage
-        allowed = None if usage is None else usage.limits.concurrent
-        if usage is not None and allowed is not None and self._slots.num_of(client) >= allowed:
-            usage.refused()
+        allowed = client.usage.limits.concurrent
+        if allowed is not None and self._slots.num_of(client) >= allowed:
+            client.usage.refused()
             raise RateLimited(f"this key has {allowed} running requests, which is its limit")
         self._num_here += 1
         self._none_left.clear()
@@ -313,8 +312,7 @@ class ResponseSink:
         piece = self._piece = self._builder.add(output)
         num_tokens = len(piece.token_ids)
         self._record.write(num_tokens)
-        if self._client.usage is not None:
-            self._client.usage.generated(num_tokens)
+        self._client.usage.generated(num_tokens)
         if isinstance(piece, FinalChunk):
             self.ended, self.last = True, piece
             return True

@@ -140,23 +140,23 @@ def _all(access: Access, *names: str) -> Mapping[str, Access]:
     return dict.fromkeys(names, access)
 
 
-_ROUTER = "/baton.v1.Router/"
+def _methods(names: str) -> Sequence[str]:
+    """Return paths of methods of the Router service, whose names are separated by spaces."""
+    return [f"/baton.v1.Router/{name}" for name in names.split()]
+
+
 METHODS: Mapping[str, Access] = {
     **_all(
         "client",
-        *(f"{_ROUTER}{name}" for name in ("Generate", "Embed", "Score", "ScoreTokens")),
-        *(f"{_ROUTER}{name}" for name in ("Tokenize", "Detokenize", "GetModel")),
+        *_methods("Generate Embed Score ScoreTokens Tokenize Detokenize GetModel"),
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ),
-    **_all("operator", *(f"{_ROUTER}{name}" for name in ("GetCluster", "Explain"))),
+    **_all("operator", *_methods("GetCluster Explain")),
     **_all(
         "commander",
-        *(f"{_ROUTER}{name}" for name in ("Drain", "Move", "ReportPlan")),
-        *(f"{_ROUTER}{name}" for name in ("LoadAdapter", "UnloadAdapter")),
-        *(f"{_ROUTER}{name}" for name in ("Pause", "Continue", "UpdateWeights", "FlushCache")),
-        *(f"{_ROUTER}{name}" for name in ("ReleaseMemory", "ResumeMemory")),
-        *(f"{_ROUTER}{name}" for name in ("StartProfile", "StopProfile")),
+        *_methods("Drain Move ReportPlan LoadAdapter UnloadAdapter Pause Continue UpdateWeights"),
+        *_methods("FlushCache ReleaseMemory ResumeMemory StartProfile StopProfile"),
     ),
 }
 
@@ -251,8 +251,7 @@ class HttpChecks:
         try:
             shown = _authorization(request)
             client = self._guard.identify(access or "client", shown, request.peer.host)
-            if client.usage is not None:
-                limits = client.usage.headers()
+            limits = client.usage.headers()
             self._admit(client, request.peer)
             if request.method == "POST":
                 self._guard.begin(client, 0)
@@ -293,12 +292,11 @@ class KeyConnections:
         Raises:
             RateLimited: the client has as many other open connections as allowed.
         """
-        usage, shown = client.usage, self._shown.get(connection, set())
-        allowed = None if usage is None else usage.limits.connections
-        if usage is None or allowed is None or client.name in shown:
+        allowed, shown = client.usage.limits.connections, self._shown.get(connection, set())
+        if allowed is None or client.name in shown:
             return
         if self._open[client.name] >= allowed:
-            usage.refused()
+            client.usage.refused()
             raise RateLimited(f"this key has {allowed} open connections, which is its limit")
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1

@@ -45,35 +45,36 @@ class UnfinishedRestart(Exception):
     """The requested operation is incomplete. The message describes the current state."""
 
 
-def add_router_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--router",
-        type=address,
-        default=f"{plan.HOST}:{plan.ROUTER_PORT}",
-        metavar="HOST:PORT",
-        help="gRPC address of the router (%(default)s)",
-    )
-
-
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default="",
-        metavar="NAME",
-        help="name of the served model. Required if the router has several (the only one)",
-    )
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def address(text: str) -> str:
     """Parse HOST:PORT, for argparse."""
     try:
         return check_address(text)
     except InvalidRequest as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+AddFlags = Callable[[ConfigArgumentParser], Any]
+
+
+def flag(*names: str, **options: Any) -> AddFlags:
+    """Return a function that adds an argument to a parser, with the options of argparse."""
+    return lambda parser: parser.add_argument(*names, **options)
+
+
+add_router_flag = flag(
+    "--router",
+    type=address,
+    default=f"{plan.HOST}:{plan.ROUTER_PORT}",
+    metavar="HOST:PORT",
+    help="gRPC address of the router (%(default)s)",
+)
+add_model_flag = flag(
+    "--model",
+    default="",
+    metavar="NAME",
+    help="name of the served model. Required if the router has several (the only one)",
+)
+add_json_flag = flag("--json", action="store_true", help="print JSON")
 
 
 def ranged(kind: type[N], least: float, most: float = math.inf) -> Callable[[str], N]:

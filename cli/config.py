@@ -9,15 +9,15 @@ from typing import Any
 from cli import client
 from common import settings
 from common.config import (
-    ConfigRecord,
     DecodeConfig,
     EncodeConfig,
+    NodeConfig,
     PrefillConfig,
     RouterConfig,
 )
 from common.process.standard_output import say
 
-_RECORDS: Mapping[str, type[ConfigRecord]] = {
+RECORDS: Mapping[str, type[RouterConfig] | type[NodeConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
@@ -37,7 +37,7 @@ def parser(action: str) -> settings.ConfigArgumentParser:
         "--help-all` lists those of a router. Exits with 2 if a setting is invalid.",
     )
     parser.add_argument(
-        "process", choices=tuple(_RECORDS), metavar="PROCESS", help=", ".join(_RECORDS)
+        "process", choices=tuple(RECORDS), metavar="PROCESS", help=", ".join(RECORDS)
     )
     if not shows:
         parser.add_argument("file", type=Path, metavar="FILE", help="file for --config")
@@ -48,7 +48,7 @@ def parser(action: str) -> settings.ConfigArgumentParser:
 def main(action: str, *arguments: str) -> int:
     reads = parser(action)
     options, flags = reads.parse_known_args(arguments)
-    record = _RECORDS[options.process]
+    record = RECORDS[options.process]
     reads.reject_unknown_flags([flag for flag in flags if flag.startswith("--")], record)
     if action == "validate":
         flags = [f"--config={options.file}", *flags]

@@ -255,9 +255,9 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_weight_bytes": counter(
         "baton_weight_bytes",
-        "Total bytes of weights that were copied between nodes. read: from other nodes. lent: to "
+        "Total bytes of weights that were copied between nodes. read: from other nodes. sent: to "
         "other nodes.",
-        copy=("read", "lent"),
+        copy=("read", "sent"),
     ),
     "total_weight_reads": counter(
         "baton_weight_reads",
@@ -406,9 +406,9 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_tier_bytes": counter(
         "baton_offload_bytes",
-        "Total bytes copied to and from offload tiers. saved: to host memory. brought: back from "
+        "Total bytes copied to and from offload tiers. saved: to host memory. loaded: back from "
         "host memory. written: to files. read: back from files.",
-        copy=("saved", "brought", "written", "read"),
+        copy=("saved", "loaded", "written", "read"),
     ),
     "total_tier_evicted": counter(
         "baton_offload_evicted", "Total pages evicted from an offload tier.", tier=TIERS

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,7 +22,6 @@ from yarl import URL
 from common.errors import ConfigError, FailedPrecondition, NodeUnavailable
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 
 ProcessHandler = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
@@ -31,15 +30,19 @@ _CONNECTIONS = 8  # to each process; further calls are queued
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessReplies:
+class ProcessReplies(Generic[T]):
     """Responses of the other processes.
 
     Attributes:
-        bodies: responses by process number.
+        bodies: responses by process number. Processes that did not respond in time are missing.
     """
 
-    bodies: Mapping[int, bytes]
+    bodies: Mapping[int, T]
     num_asked: int
+
+    @property
+    def answers(self) -> Sequence[T]:
+        return [*self.bodies.values()]
 
     @property
     def num_silent(self) -> int:
@@ -57,7 +60,9 @@ class OtherProcesses:
         self._sessions = sessions
         self.handlers: dict[str, ProcessHandler] = {}
 
-    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> ProcessReplies:
+    async def ask(
+        self, path: str, longest_s: float = LONGEST_S, /, **query: str
+    ) -> ProcessReplies[bytes]:
         """Call all other processes in parallel, with a time limit in seconds.
 
         Raises nothing. A failed call counts as no response.
@@ -70,32 +75,6 @@ class OtherProcesses:
         return ProcessReplies(bodies, len(self._sessions))
 
 
-class AnswerCodec(NamedTuple, Generic[T]):
-    """Encoding of an answer between processes."""
-
-    encode: Callable[[T], bytes]
-    decode: Callable[[bytes], T]
-
-
-def as_json(kind: Any) -> AnswerCodec[Any]:
-    return AnswerCodec(msgspec.json.encode, msgspec.json.Decoder(kind).decode)
-
-
-def as_message(kind: type[M]) -> AnswerCodec[M]:
-    return AnswerCodec(kind.SerializeToString, kind.FromString)
-
-
-class ProcessAnswers(NamedTuple, Generic[T]):
-    """Answers of the other processes. `num_silent` processes have not responded in time."""
-
-    answers: Sequence[T]
-    num_asked: int
-
-    @property
-    def num_silent(self) -> int:
-        return self.num_asked - len(self.answers)
-
-
 class ProcessQuery(Generic[T]):
     """A query that every process of this router answers for itself. For one event loop."""
 
@@ -104,30 +83,32 @@ class ProcessQuery(Generic[T]):
         other_processes: OtherProcesses,
         path: str,
         own: Callable[..., T | Awaitable[T]],
-        codec: AnswerCodec[T],
+        kind: Any,
     ) -> None:
         """Register the query.
 
         Args:
             path: path, unique among the queries.
             own: returns this process's answer. Called with the query parameters.
+            kind: type of an answer: a protobuf message, or a type of JSON values.
         """
         self._others = other_processes
         self._path = path
         self._own = own
-        self._codec = codec
+        is_message = isinstance(kind, type) and issubclass(kind, Message)
+        self._encode = kind.SerializeToString if is_message else msgspec.json.encode
+        self._decode = kind.FromString if is_message else msgspec.json.Decoder(kind).decode
         other_processes.handlers[path] = self._handle
 
-    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> ProcessAnswers[T]:
+    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> ProcessReplies[T]:
         """Return the answers of all other processes, within `longest_s` seconds. Raises nothing."""
         replies = await self._others.ask(self._path, longest_s, **query)
-        return ProcessAnswers(
-            [*map(self._codec.decode, replies.bodies.values())], replies.num_asked
-        )
+        decoded = {number: self._decode(body) for number, body in replies.bodies.items()}
+        return ProcessReplies(decoded, replies.num_asked)
 
     async def _handle(self, query: Mapping[str, str]) -> bytes:
         answer: Any = self._own(**query)
-        return self._codec.encode(await answer if inspect.isawaitable(answer) else answer)
+        return self._encode(await answer if inspect.isawaitable(answer) else answer)
 
 
 @asynccontextmanager

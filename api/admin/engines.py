@@ -5,30 +5,32 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import web
+from google.protobuf.message import Message
 
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, take_json
 from api.dialect.ignored_fields import IgnoredFields, only
 from api.dialect.problems import ApiError
 from api.http.messages import Handler, HttpRequest, whole
-from api.requests.served_model import ByModel
 from common.errors import FailedPrecondition, ServingError
-from protos import router_pb2
-from router.cluster.engine_calls import AdapterCalls, EngineCalls
+from protos import router_pb2 as pb
 
 
 class OperatorCommand(NamedTuple):
-    """A command: its description, its request, and its work.
+    """A command over HTTP, which calls a method of the Router gRPC service.
 
     Attributes:
-        run: called with the model's EngineCalls or AdapterCalls and the request's fields. Returns
-            the JSON object or the text of the response.
-        unsupported: further fields of the request, see BodyReader.
+        method: name of the method.
+        request: makes its request from the fields of the body, without the model.
+        done: returns the JSON object or the text of the response.
+        unsupported: further fields of the body, see BodyReader.
     """
 
     summary: str
     fields: type["ModelFields"]
-    run: Callable[[Any, Any], Awaitable[Mapping[str, Any] | str]]
+    method: str
+    request: Callable[[Any], Message]
+    done: Callable[[Any, Any], Mapping[str, Any] | str]
     unsupported: Mapping[str, IgnoredFields]
 
 
@@ -36,16 +38,18 @@ class CommandEndpoint:
     """HTTP handler of one command."""
 
     def __init__(
-        self, command: OperatorCommand, calls: ByModel[EngineCalls] | ByModel[AdapterCalls]
+        self, command: OperatorCommand, methods: Mapping[str, Callable[[Any], Awaitable[Any]]]
     ) -> None:
         self._reader = BodyReader(command.fields, command.unsupported, ignore_unknown=False)
-        self._run = command.run
-        self._calls = calls
+        self._command = command
+        self._call = methods[command.method]
 
     async def __call__(self, request: HttpRequest) -> web.Response:
         try:
             fields = self._reader.read(_json(request))
-            done = await self._run(self._calls.of(fields.model), fields)
+            message: Any = self._command.request(fields)
+            message.model = fields.model
+            done = self._command.done(fields, await self._call(message))
         except ApiError as refusal:
             return refusal.response()
         except FailedPrecondition as error:
@@ -69,14 +73,15 @@ def _json(request: HttpRequest) -> bytes:
 
 
 def routes(
-    engines: ByModel[EngineCalls], adapters: ByModel[AdapterCalls]
+    methods: Mapping[str, Callable[[Any], Awaitable[Any]]],
 ) -> dict[str, dict[str, Handler]]:
-    """Return the handlers by path and HTTP method."""
-    handlers: dict[str, Handler] = {
-        **{path: CommandEndpoint(each, engines) for path, each in COMMANDS.items()},
-        **{path: CommandEndpoint(each, adapters) for path, each in ADAPTER_COMMANDS.items()},
-    }
-    return {path: {"POST": handler} for path, handler in handlers.items()}
+    """Return the handlers by path and HTTP method.
+
+    Args:
+        methods: methods of the Router gRPC service by name.
+    """
+    commands = {**COMMANDS, **ADAPTER_COMMANDS}
+    return {path: {"POST": CommandEndpoint(each, methods)} for path, each in commands.items()}
 
 
 class ModelFields(msgspec.Struct, kw_only=True):
@@ -143,109 +148,111 @@ class UnloadFields(ModelFields, kw_only=True):
     lora_name: _Text
 
 
-async def _pause(calls: EngineCalls, fields: PauseFields) -> Mapping[str, Any]:
-    paused = await calls.pause(fields.mode)
-    return {"status": "paused", "aborted": paused.aborted}
-
-
-async def _continue(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
-    await calls.resume()
-    return {"status": "continued"}
-
-
-async def _update(calls: EngineCalls, fields: UpdateFields) -> Mapping[str, Any]:
-    return _updated(await calls.update_weights(fields.model_path, abort=fields.abort_all_requests))
-
-
-async def _pull(calls: EngineCalls, fields: PullWeightsFields) -> Mapping[str, Any]:
-    return _updated(await calls.take_weights(fields.node, abort=fields.abort_all_requests))
-
-
-async def _release(calls: EngineCalls, fields: MemoryFields) -> Mapping[str, Any]:
-    await calls.release_memory(fields.tags or ())
-    return {"status": "released"}
-
-
-async def _resume(calls: EngineCalls, fields: MemoryFields) -> Mapping[str, Any]:
-    await calls.resume_memory(fields.tags or ())
-    return {"status": "resumed"}
-
-
-async def _profile(calls: EngineCalls, fields: ProfileFields) -> Mapping[str, Any]:
-    return _traces("profiling", await calls.start_profile(fields.num_steps or 0))
-
-
-async def _end_profile(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
-    return _traces("written", await calls.stop_profile())
-
-
-async def _flush(calls: EngineCalls, fields: ModelFields) -> Mapping[str, Any]:
-    flushed = await calls.flush_caches()
-    return {"status": "flushed", "pages_freed": flushed.pages_freed}
-
-
-async def _load(calls: AdapterCalls, fields: LoadFields) -> str:
-    await calls.load(fields.lora_name, fields.lora_path)
-    return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
-
-
-async def _unload(calls: AdapterCalls, fields: UnloadFields) -> str:
-    await calls.unload(fields.lora_name)
-    return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
-
-
-def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
+def _updated(fields: Any, done: pb.UpdateWeightsResponse) -> Mapping[str, Any]:
     weights = done.id.hex()
     return {"success": True, "message": f"weights {weights}", "weights": weights}
 
 
-def _traces(status: str, response: router_pb2.ProfilesResponse) -> Mapping[str, Any]:
+def _profiles(status: str, done: pb.ProfilesResponse) -> Mapping[str, Any]:
     profiles = [
-        {"role": each.role, "address": each.address, "path": each.path}
-        for each in response.profiles
+        {"role": each.role, "address": each.address, "path": each.path} for each in done.profiles
     ]
     return {"status": status, "profiles": profiles}
 
 
 COMMANDS: Mapping[str, OperatorCommand] = {
     "/pause_generation": OperatorCommand(
-        "Pause inference on all nodes of the model.", PauseFields, _pause, _OF_ALL
+        "Pause inference on all nodes of the model.",
+        PauseFields,
+        "Pause",
+        lambda fields: pb.PauseRequest(mode=fields.mode),
+        lambda _, done: {"status": "paused", "aborted": done.aborted},
+        _OF_ALL,
     ),
     "/continue_generation": OperatorCommand(
-        "Resume inference on all nodes of the model.", ModelFields, _continue, _OF_ALL
+        "Resume inference on all nodes of the model.",
+        ModelFields,
+        "Continue",
+        lambda _: pb.ContinueRequest(),
+        lambda *_: {"status": "continued"},
+        _OF_ALL,
     ),
     "/update_weights_from_disk": OperatorCommand(
         "Load other weights of the model on all nodes, from a directory.",
-        *(UpdateFields, _update, _OF_UPDATES),
+        UpdateFields,
+        "UpdateWeights",
+        lambda fields: pb.UpdateWeightsRequest(
+            path=fields.model_path, abort=fields.abort_all_requests
+        ),
+        _updated,
+        _OF_UPDATES,
     ),
     "/update_weights_from_node": OperatorCommand(
         "Copy the weights of one node to all other nodes of the model.",
-        *(PullWeightsFields, _pull, _OF_ALL),
+        PullWeightsFields,
+        "UpdateWeights",
+        lambda fields: pb.UpdateWeightsRequest(
+            from_node=fields.node, abort=fields.abort_all_requests
+        ),
+        _updated,
+        _OF_ALL,
     ),
     "/release_memory_occupation": OperatorCommand(
-        "Release the memory of all nodes of the model.", MemoryFields, _release, _OF_ALL
+        "Release the memory of all nodes of the model.",
+        MemoryFields,
+        "ReleaseMemory",
+        lambda fields: pb.ReleaseMemoryRequest(tags=fields.tags),
+        lambda *_: {"status": "released"},
+        _OF_ALL,
     ),
     "/resume_memory_occupation": OperatorCommand(
         "Allocate the released memory again on all nodes of the model.",
-        *(MemoryFields, _resume, _OF_ALL),
+        MemoryFields,
+        "ResumeMemory",
+        lambda fields: pb.ResumeMemoryRequest(tags=fields.tags),
+        lambda *_: {"status": "resumed"},
+        _OF_ALL,
     ),
     "/start_profile": OperatorCommand(
         "Profile the next steps of all nodes of the model with torch's profiler.",
-        *(ProfileFields, _profile, _OF_PROFILES),
+        ProfileFields,
+        "StartProfile",
+        lambda fields: pb.StartProfileRequest(num_steps=fields.num_steps or 0),
+        lambda _, done: _profiles("profiling", done),
+        _OF_PROFILES,
     ),
     "/stop_profile": OperatorCommand(
         "End the profile, and wait until the traces are written.",
-        *(ModelFields, _end_profile, _OF_ALL),
+        ModelFields,
+        "StopProfile",
+        lambda _: pb.StopProfileRequest(),
+        lambda _, done: _profiles("written", done),
+        _OF_ALL,
     ),
     "/flush_cache": OperatorCommand(
-        "Clear the prefix caches of all nodes of the model.", ModelFields, _flush, _OF_ALL
+        "Clear the prefix caches of all nodes of the model.",
+        ModelFields,
+        "FlushCache",
+        lambda _: pb.FlushCacheRequest(),
+        lambda _, done: {"status": "flushed", "pages_freed": done.pages_freed},
+        _OF_ALL,
     ),
 }
 ADAPTER_COMMANDS: Mapping[str, OperatorCommand] = {
     "/v1/load_lora_adapter": OperatorCommand(
-        "Load a LoRA adapter on all nodes.", LoadFields, _load, _OF_ADAPTERS
+        "Load a LoRA adapter on all nodes.",
+        LoadFields,
+        "LoadAdapter",
+        lambda fields: pb.LoadAdapterRequest(name=fields.lora_name, path=fields.lora_path),
+        lambda fields, _: f"Success: LoRA adapter '{fields.lora_name}' added successfully.",
+        _OF_ADAPTERS,
     ),
     "/v1/unload_lora_adapter": OperatorCommand(
-        "Unload a LoRA adapter from all nodes.", UnloadFields, _unload, _OF_ADAPTERS
+        "Unload a LoRA adapter from all nodes.",
+        UnloadFields,
+        "UnloadAdapter",
+        lambda fields: pb.UnloadAdapterRequest(name=fields.lora_name),
+        lambda fields, _: f"Success: LoRA adapter '{fields.lora_name}' removed successfully.",
+        _OF_ADAPTERS,
     ),
 }

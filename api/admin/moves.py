@@ -5,7 +5,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 
 import msgspec
@@ -13,20 +12,12 @@ import msgspec
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
-from router.cluster.decode_client import MigratableRequest
-from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
+from router.cluster.decode_client import MigratableRequest, MigrationOutcome
+from router.workers import LONGEST_S, OtherProcesses, ProcessQuery
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # seconds: the nodes may have to pair, and the target may have to free capacity
 _MOST_NAMED = 64
-
-
-class MigrationResult(msgspec.Struct, frozen=True):
-    """Result of a migration command. `because` says why the request stayed, or is empty."""
-
-    source: str
-    target: str
-    because: str
 
 
 class MigrationService:
@@ -35,10 +26,10 @@ class MigrationService:
     def __init__(self, clusters: Sequence[Cluster], other_processes: OtherProcesses) -> None:
         self._clusters = clusters
         self._movables: ProcessQuery[list[str]] = ProcessQuery(
-            other_processes, _MOVABLE, self._movable, as_json(list[str])
+            other_processes, _MOVABLE, self._movable, list[str]
         )
-        self._moves: ProcessQuery[MigrationResult | None] = ProcessQuery(
-            other_processes, _MOVE, self._move, as_json(MigrationResult | None)
+        self._moves: ProcessQuery[MigrationOutcome | None] = ProcessQuery(
+            other_processes, _MOVE, self._move, MigrationOutcome | None
         )
 
     async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
@@ -90,7 +81,7 @@ class MigrationService:
         here = (each for each in self._migratable() if each.address == source)
         return [each.request_id for each in here if each.movable][:_MOST_NAMED]
 
-    async def _move(self, request_id: str, target: str) -> MigrationResult | None:
+    async def _move(self, request_id: str, target: str) -> MigrationOutcome | None:
         """Migrate a request within MOVE_S. Return None if this process runs no such request."""
         for running in self._migratable():
             if running.request_id == request_id:
@@ -99,19 +90,18 @@ class MigrationService:
             return None
         source = running.address
         if not running.movable:
-            return MigrationResult(
-                source, "", "it has no token yet, is being migrated, or was just migrated"
+            return MigrationOutcome(
+                "", "it has no token yet, is being migrated, or was just migrated", source
             )
         if source == target:
-            return MigrationResult(source, "", "it already runs there")
+            return MigrationOutcome("", "it already runs there", source)
         task = running.migrate(target)
         await asyncio.wait({task}, timeout=MOVE_S)
         if not task.done():
-            return MigrationResult(source, "", "the migration is not complete yet")
+            return MigrationOutcome("", "the migration is not complete yet", source)
         if task.cancelled():
-            return MigrationResult(source, "", "the request or its node has ended")
-        outcome = task.result()
-        return MigrationResult(source, outcome.target, outcome.because)
+            return MigrationOutcome("", "the request or its node has ended", source)
+        return msgspec.structs.replace(task.result(), source=source)
 
 
 def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:
@@ -131,13 +121,6 @@ _PLAN = "/plan"  # path between worker processes
 
 # Each process keeps the planner reports that it received, and responses merge the reports of all
 # processes. The router does not act on them.
-@dataclass(frozen=True, slots=True)
-class _Event:
-    at: float
-    what: str
-    because: str
-
-
 class Plans:
     """Planner reports about one model, for display, from all worker processes. For one event loop.
 
@@ -154,15 +137,15 @@ class Plans:
         self._clock = clock
         self._last = Plan()  # without events
         self._at = 0.0
-        self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
-        self._query = ProcessQuery(other_processes, f"{_PLAN}/{number}", self.own, as_message(Plan))
+        self._events: deque[tuple[float, PlanEvent]] = deque(maxlen=NUM_KEPT)  # with its time
+        self._query = ProcessQuery(other_processes, f"{_PLAN}/{number}", self.own, Plan)
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""
         _check(plan)
         self._at = now = self._clock()
         for event in reversed(plan.events):
-            self._events.append(_Event(now - event.ago_s, event.what, event.because))
+            self._events.append((now - event.ago_s, event))
         self._last = Plan(acts=plan.acts, pressures=plan.pressures)
 
     async def now(self) -> Plan:
@@ -174,8 +157,8 @@ class Plans:
         plan = Plan(ago_s=now - self._at) if self._last.pressures else Plan()
         plan.MergeFrom(self._last)
         plan.events.extend(
-            PlanEvent(what=event.what, because=event.because, ago_s=now - event.at)
-            for event in reversed(self._events)
+            PlanEvent(what=event.what, because=event.because, ago_s=now - at)
+            for at, event in reversed(self._events)
         )
         return plan
 

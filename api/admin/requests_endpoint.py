@@ -28,7 +28,7 @@ from common.requests.timeline import (
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.record import AllTimelines, AttemptTimings, RequestTimeline
-from router.workers import OtherProcesses, ProcessQuery, as_json
+from router.workers import OtherProcesses, ProcessQuery
 
 
 class EventHistory(msgspec.Struct, frozen=True):
@@ -204,7 +204,7 @@ class Explainer:
         self._timelines = timelines
         self._nodes = nodes
         self._query: ProcessQuery[EventHistory | None] = ProcessQuery(
-            other_processes, _HISTORY, self._own, as_json(EventHistory | None)
+            other_processes, _HISTORY, self._own, EventHistory | None
         )
 
     async def explain(self, name: str) -> ExplainResponse:
@@ -309,10 +309,10 @@ class RequestsEndpoint:
         self._timelines = timelines
         self._explainer = explainer
         self._lists: ProcessQuery[list[_Content]] = ProcessQuery(
-            other_processes, _ALL, self._own_list, as_json(list[_Content])
+            other_processes, _ALL, self._own_list, list[_Content]
         )
         self._ones: ProcessQuery[_Content | None] = ProcessQuery(
-            other_processes, _ONE, self._own, as_json(_Content | None)
+            other_processes, _ONE, self._own, _Content | None
         )
 
     def _own_list(self) -> list[_Content]:

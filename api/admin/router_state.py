@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from api.admin.moves import Plans
 from api.dialect.problems import ApiError
 from api.generation import RequestLimiter
-from api.http.messages import HttpRequest, whole
+from api.http.messages import Handler, HttpRequest, whole
 from common import VERSION
 from common.distribution import HistogramCounts
 from protos import router_pb2
@@ -25,7 +25,7 @@ from protos.router_pb2 import LatencySummary, ModelState, RouterState, WorkerSta
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.metrics import LATENCY_S, RecentRequests, RequestCounts
-from router.workers import OtherProcesses, ProcessHandler, ProcessQuery, as_message
+from router.workers import OtherProcesses, ProcessHandler, ProcessQuery
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
@@ -80,7 +80,7 @@ class MergedState:
         self._models = models
         self._counts = counts
         self._process_began = time.monotonic()
-        self._query = ProcessQuery(other_processes, STATE, self.own, as_message(WorkerState))
+        self._query = ProcessQuery(other_processes, STATE, self.own, WorkerState)
 
     async def now(self) -> RouterState:
         replies = await self._query.ask()
@@ -314,28 +314,26 @@ def metrics_handlers(registry: CollectorRegistry) -> Mapping[str, ProcessHandler
     return {METRICS_PATH: handle}
 
 
-class MetricsEndpoint:
-    """HTTP handler for the metrics of one process."""
+def metrics_endpoint(registry: CollectorRegistry) -> Handler:
+    """Return the HTTP handler for the metrics of one process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    async def __call__(self, request: HttpRequest) -> web.Response:
+    async def serve(request: HttpRequest) -> web.Response:
         encode, kind = choose_encoder(request.header("accept"))
-        return whole(200, encode(self._registry), kind)
+        return whole(200, encode(registry), kind)
+
+    return serve
 
 
-class MergedMetricsEndpoint:
-    """HTTP handler for the metrics of a router with several processes."""
+def merged_metrics_endpoint(keeper: OtherProcesses) -> Handler:
+    """Return the HTTP handler for the metrics of a router with several processes."""
 
-    def __init__(self, keeper: OtherProcesses) -> None:
-        self._keeper = keeper
-
-    async def __call__(self, request: HttpRequest) -> web.Response:
+    async def serve(request: HttpRequest) -> web.Response:
         accept = request.header("accept")
-        replies = await self._keeper.ask(METRICS_PATH, accept=accept)
+        replies = await keeper.ask(METRICS_PATH, accept=accept)
         if replies.num_silent:
             sentence = "the process that collects this router's metrics did not respond in time"
             return ApiError(503, sentence).response()
-        (body,) = replies.bodies.values()
+        (body,) = replies.answers
         return whole(200, body, choose_encoder(accept)[1])
+
+    return serve

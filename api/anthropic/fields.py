@@ -150,15 +150,15 @@ def chosen(fields: CountTokensFields) -> str | AnthropicToolChoice | None:
     return choice if choice is None or choice.name is not None else _CHOICES[choice.type]
 
 
-def thinking_budget(fields: CountTokensFields) -> int:
-    """Return the thinking budget as in SamplingParams.
+def thinking_budget(fields: CountTokensFields) -> int | None:
+    """Return the thinking budget, None without one.
 
     Raises:
         ApiError: thinking is enabled without a budget, or has one without being enabled.
     """
     thinking = fields.thinking
     if thinking is None or (thinking.type != "enabled" and thinking.budget_tokens is None):
-        return -1
+        return None
     if thinking.type != "enabled" or thinking.budget_tokens is None:
         raise invalid("thinking.budget_tokens", "requires thinking.type enabled")
     return thinking.budget_tokens
@@ -170,11 +170,11 @@ def response_format(fields: MessagesFields) -> ResponseFormat | None:
     return None if wanted is None else ResponseFormat("json_schema", JsonSchema(wanted.schema))
 
 
-def unused(fields: MessagesFields, speech: ModelFormat) -> Iterator[str]:
+def unused(fields: MessagesFields, model_format: ModelFormat) -> Iterator[str]:
     """Yield the names of fields that this model does not use."""
-    if fields.thinking and fields.thinking.type == "enabled" and not speech.takes_budget:
+    if fields.thinking and fields.thinking.type == "enabled" and not model_format.takes_budget:
         yield "thinking"
-    if fields.output_config and fields.output_config.effort and not speech.takes_effort:
+    if fields.output_config and fields.output_config.effort and not model_format.takes_effort:
         yield "output_config.effort"
 
 

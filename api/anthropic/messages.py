@@ -4,25 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from api.anthropic import fields as asked_for
 from api.anthropic.fields import CountTokensFields, MessagesFields
 from api.auth.client import Client
-from api.dialect.bodies import BodyReader
 from api.dialect.fields import GenerationFields, check_multiplied, samplings
 from api.dialect.generation_endpoint import (
+    Dialect,
     EndpointCall,
-    EndpointReply,
     Event,
-    PromptEndpoint,
+    EventContent,
     RequestOrigin,
-    reply_of,
 )
-from api.dialect.ignored_fields import OF_COUNTED, OF_MESSAGES
-from api.dialect.problems import ANTHROPIC, ApiError, fields_of
+from api.dialect.ignored_fields import OF_MESSAGES
+from api.dialect.problems import ANTHROPIC, ApiError
 from api.dialect.tools import chat_call, offered
-from api.http.messages import Headers, HttpRequest
 from api.openai.replies import fingerprint_fields
 from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
@@ -41,16 +37,16 @@ class ContentBlocks:
         self._said: list[str] = []  # parts of the open block: text, or the tool's input as JSON
         self._is_open = False
 
-    def add(self, heard: ParsedText) -> Iterator[Event]:
-        if heard.reasoning:
+    def add(self, parsed: ParsedText) -> Iterator[Event]:
+        if parsed.reasoning:
             yield from self._ensure({"type": "thinking", "thinking": "", "signature": ""})
-            self._said.append(heard.reasoning)
-            yield self._delta(type="thinking_delta", thinking=heard.reasoning)
-        if heard.content:
+            self._said.append(parsed.reasoning)
+            yield self._delta(type="thinking_delta", thinking=parsed.reasoning)
+        if parsed.content:
             yield from self._ensure({"type": "text", "text": ""})
-            self._said.append(heard.content)
-            yield self._delta(type="text_delta", text=heard.content)
-        for part in heard.calls:
+            self._said.append(parsed.content)
+            yield self._delta(type="text_delta", text=parsed.content)
+        for part in parsed.calls:
             if part.id:
                 block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
                 yield from self._begin(block)
@@ -93,88 +89,87 @@ def _decoded(text: str) -> Any:
         return {}
 
 
-class MessagesEndpoint:
-    """The ApiDialect of /v1/messages."""
-
-    id_prefix = "msg_"
-    words = ANTHROPIC
-
-    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
-        self._speech = speech
-        self._reader = BodyReader(MessagesFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
-        self.field_names = fields_of(
-            self._reader.names, stop="stop_sequences", thinking_budget="thinking.budget_tokens"
-        )
-
-    def read(self, body: bytes) -> EndpointCall:
-        ignored: list[str] = []
-        fields = self._reader.read(body, ignored)
-        unused = [*asked_for.unused(fields, self._speech)]
-        common = GenerationFields(
-            stream=fields.stream,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=fields.top_k,
-            stop=fields.stop_sequences,
-            cache_salt=fields.cache_salt,
-            response_format=asked_for.response_format(fields),
-        )
-        check_multiplied(common, body)
-        said = fields.tool_choice
-        offer = offered(
-            asked_for.tools(fields),
-            asked_for.chosen(fields),
-            self._speech,
-            parallel=not (said and said.disable_parallel_tool_use),
-        )
-        config = fields.output_config
-        effort = config.effort if config and self._speech.takes_effort else None
-        messages = ChatPrompt(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
-        budget = -1 if "thinking" in unused else asked_for.thinking_budget(fields)
-        # Clients must send max_tokens and often send a constant. Like Anthropic's models since
-        # Claude 4.5, reduce it to the context and report `model_context_window_exceeded`.
-        call = chat_call(
+def _call(
+    fields: MessagesFields, num_bytes: int, model_format: ModelFormat, ignored: list[str]
+) -> EndpointCall:
+    unused = [*asked_for.unused(fields, model_format)]
+    ignored += unused
+    common = GenerationFields(
+        stream=fields.stream,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        stop=fields.stop_sequences,
+        cache_salt=fields.cache_salt,
+        response_format=asked_for.response_format(fields),
+    )
+    check_multiplied(common, num_bytes)
+    choice, config = fields.tool_choice, fields.output_config
+    offer = offered(
+        asked_for.tools(fields),
+        asked_for.chosen(fields),
+        model_format,
+        parallel=not (choice and choice.disable_parallel_tool_use),
+    )
+    effort = config.effort if config and model_format.takes_effort else None
+    # Clients must send max_tokens and often send a constant. Like Anthropic's models since
+    # Claude 4.5, reduce it to the context and report `model_context_window_exceeded`.
+    call = chat_call(
+        common,
+        ChatPrompt(asked_for.turns(fields), offer.shown, reasoning_effort=effort),
+        samplings(
             common,
-            messages,
-            samplings(common, fields.max_tokens, thinking_budget=budget),
-            offer,
-            self._speech,
-            form_field="output_config.format" if common.response_format else "",
-            reasons=fields.thinking is None or fields.thinking.type != "disabled",
-        )
+            fields.max_tokens,
+            thinking_budget=None if "thinking" in unused else asked_for.thinking_budget(fields),
+        ),
+        offer,
+        model_format,
+        form_field="output_config.format" if common.response_format else "",
+        reasons=fields.thinking is None or fields.thinking.type != "disabled",
+    )
+    stream = bool(fields.stream)
 
-        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            prompt = call.requests[0].prompt
-            message = _Message(origin, prompt, call.listen(), fields.max_tokens)
-            return reply_of(message, bool(fields.stream), request, headers)
+    def content(origin: RequestOrigin) -> EventContent:
+        prompt = call.requests[0].prompt
+        return _Message(origin, prompt, call.parser(), fields.max_tokens, stream=stream)
 
-        return EndpointCall(
-            fields.model, call.requests, "", reply, form=call.form, ignored=[*ignored, *unused]
-        )
+    return EndpointCall(fields.model, call.requests, content, stream, form=call.form)
 
 
-class _Message:
-    """The EventReply of one message."""
+MESSAGES = Dialect(
+    "msg_",
+    MessagesFields,
+    OF_MESSAGES,
+    _call,
+    ANTHROPIC,
+    {"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
+)
+
+
+class _Message(EventContent):
+    """One message."""
 
     def __init__(
         self,
         origin: RequestOrigin,
         prompt: SharedPrompt,
-        listener: StreamParser,
+        parser: StreamParser,
         max_tokens: int,
+        *,
+        stream: bool,
     ) -> None:
+        super().__init__(stream=stream)
         self._origin = origin
         self._prompt = prompt
-        self._listener = listener
+        self._parser = parser
         self._max_tokens = max_tokens
         self._blocks = ContentBlocks()
-        self.last: Event = {}
 
-    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        if not self._listener.begun:
+    def events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+        if not self._parser.begun:
             yield {"type": "message_start", "message": self._message(None)}
         last = isinstance(piece, FinalChunk)
-        yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=last))
+        yield from self._blocks.add(self._parser.parse(piece.text, piece.marks, last=last))
         if isinstance(piece, FinalChunk):
             yield from self._blocks.close()
             self.last = self._message(piece)
@@ -183,7 +178,7 @@ class _Message:
             yield {"type": "message_delta", "delta": delta, "usage": usage}
             yield {"type": "message_stop"}
 
-    def failed(self, why: ApiError) -> Event:
+    def failure(self, why: ApiError) -> Event:
         return {"type": "error", "error": {"type": why.kind, "message": str(why)}}
 
     def _message(self, last: FinalChunk | None) -> Event:
@@ -212,7 +207,7 @@ class _Message:
             return "model_context_window_exceeded" if cut else "max_tokens"
         if _stop_sequence(last) is not None:
             return "stop_sequence"
-        return "tool_use" if self._listener.has_called else "end_turn"
+        return "tool_use" if self._parser.has_called else "end_turn"
 
 
 def _stop_sequence(last: FinalChunk) -> str | None:
@@ -223,21 +218,9 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class CountTokens:
-    """HTTP handler for /v1/messages/count_tokens."""
-
-    def __init__(
-        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
-    ) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
-
-    async def __call__(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._reader, self._count, ANTHROPIC)
-
-    async def _count(self, fields: CountTokensFields, client: Client) -> TokenCount:
-        choice = asked_for.chosen(fields)
-        offer = offered(asked_for.tools(fields), choice, self._model.speech, parallel=None)
-        prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
-        return TokenCount(len(await self._model.prompts.encode(prompt, client)))
+async def count_tokens(model: ServedModel, fields: CountTokensFields, client: Client) -> TokenCount:
+    """Return the response of /v1/messages/count_tokens."""
+    choice = asked_for.chosen(fields)
+    offer = offered(asked_for.tools(fields), choice, model.model_format, parallel=None)
+    prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
+    return TokenCount(len(await model.prompts.encode(prompt, client)))

@@ -3,7 +3,7 @@
 import ipaddress
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
@@ -174,14 +174,14 @@ class Client:
 
     Attributes:
         name: unique name. Capacity is shared fairly between names.
-        usage: None for a client without an API key, which has no limits.
+        usage: usage of its API key. A client without a key has no limits.
         weight: relative share while other clients also have requests.
         namespaces_of: owner of the namespaces of its prompts. "": shared by all clients.
         priority: highest and default priority of its requests. None: the router's setting.
     """
 
     name: str
-    usage: KeyUsage | None = None
+    usage: KeyUsage = field(default_factory=lambda: KeyUsage(KeyLimits()))
     weight: float = 1.0
     operator: bool = False
     namespaces_of: str = ""

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -124,11 +124,38 @@ def _read(file: Path) -> Sequence[KeyEntry]:
         raise ConfigError(f"--api-keys: {error}") from error
 
 
-IsOperator = Callable[[str], bool]  # called with the value of an authorization header
 Access: TypeAlias = Literal["public", "client", "operator", "commander"]
 
 _BEARER = "bearer "
 _MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
+
+
+AUDIENCE = "http"  # audience of operators' tokens
+
+
+class OperatorCheck:
+    """Check of operators' credentials. For any thread.
+
+    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton cluster-secret
+    --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
+    expires.
+    """
+
+    def __init__(self, keyrings: SecretStore) -> None:
+        self._keyrings = keyrings
+
+    def accepts(self, authorization: str) -> bool:
+        """Return whether the value of an authorization header proves an operator."""
+        if authorization[: len(_BEARER)].lower() != _BEARER:
+            return False
+        word = authorization[len(_BEARER) :].strip()
+        keyring = self._keyrings.current()
+        if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
+            return True
+        try:
+            return tokens.verify(keyring, word, AUDIENCE).role == "operator"
+        except AuthRejection:
+            return False
 
 
 class ApiKeyGuard:
@@ -137,21 +164,20 @@ class ApiKeyGuard:
     def __init__(
         self,
         keyring: ApiKeys | None,  # the API keys. None: clients need no key
-        is_operator: IsOperator,  # returns whether a header value proves an operator of the cluster
+        operators: OperatorCheck | None,  # None: the router has no cluster secret
         metrics: RouterMetrics,
         *,
         operators_prove: bool,  # operators need a credential even without a keyring
-        has_secret: bool,  # the router has the cluster secret, so every command needs a credential
     ) -> None:
         self._keyring = keyring
-        self._is_operator = is_operator
+        self._operators = operators
         self._metrics = metrics
         operators_prove = operators_prove or keyring is not None
         self._must_prove: Mapping[Access, bool] = {
             "public": False,
             "client": keyring is not None,
             "operator": operators_prove,
-            "commander": operators_prove or has_secret,
+            "commander": operators_prove or operators is not None,
         }
         self._operator = Client("the cluster's operator", operator=True)
         self._log = ThrottledLog(log, Throttle())
@@ -181,8 +207,6 @@ class ApiKeyGuard:
         Raises:
             RateLimited, InvalidRequest: as KeyUsage.begin.
         """
-        if client.usage is None:
-            return
         try:
             client.usage.begin(num_requests)
         except RateLimited:
@@ -202,7 +226,7 @@ class ApiKeyGuard:
         if self._keyring is not None and len(key) <= _MAX_KEY_CHARACTERS:
             held = self._keyring.find(key)
         if held is None:
-            if self._is_operator(authorization):
+            if self._operators is not None and self._operators.accepts(authorization):
                 return self._operator
             sentence = "this API key is unknown to this router"
             raise self._rejected("unknown_key", Unauthenticated(sentence), address)
@@ -215,42 +239,3 @@ class ApiKeyGuard:
         self._metrics.auth_rejected(reason)
         self._log.info("client rejected", peer=address, reason=error)
         return error
-
-
-AUDIENCE = "http"  # audience of operators' tokens
-
-
-class OperatorCheck:
-    """Check of operators' credentials. For any thread.
-
-    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton cluster-secret
-    --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
-    expires.
-    """
-
-    def __init__(self, keyrings: SecretStore) -> None:
-        self._keyrings = keyrings
-
-    def check(self, authorization: str | None) -> None:
-        """Verify an operator's credentials.
-
-        Args:
-            authorization: value of the header. None: it is missing.
-
-        Raises:
-            AuthRejection: the caller is no operator. `error` has the status and the message.
-        """
-        shown = authorization or ""
-        if shown[: len(_BEARER)].lower() != _BEARER:
-            raise AuthRejection(
-                "missing", "an operator's key is missing: Authorization: Bearer KEY"
-            )
-        word = shown[len(_BEARER) :].strip()
-        keyring = self._keyrings.current()
-        if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
-            return
-        if word.count(".") != 2:
-            raise AuthRejection("secret", "this is not an operator's key of this cluster")
-        token = tokens.verify(keyring, word, AUDIENCE)
-        if token.role != "operator":
-            raise AuthRejection("role", f"the token is of role {token.role}, not operator")

@@ -106,20 +106,20 @@ def guide_of(fields: GuideFields) -> GuidedDecoding | None:
     nested = fields.structured_outputs or StructuredOutputs()
     said = {
         "response_format": _of_format(fields.response_format),
-        "structured_outputs.json": _schema(nested.json),
+        "structured_outputs.json": _guide("json_schema", nested.json),
         "structured_outputs.regex": _guide("regex", nested.regex),
         "structured_outputs.choice": _choice("structured_outputs.choice", nested.choice),
         "structured_outputs.grammar": _guide("ebnf", nested.grammar),
         "structured_outputs.json_object": JSON_OBJECT if nested.json_object else None,
-        "structured_outputs.structural_tag": _tag(nested.structural_tag),
-        "guided_json": _schema(fields.guided_json),
+        "structured_outputs.structural_tag": _guide("structural_tag", nested.structural_tag),
+        "guided_json": _guide("json_schema", fields.guided_json),
         "guided_regex": _guide("regex", fields.guided_regex),
         "guided_choice": _choice("guided_choice", fields.guided_choice),
         "guided_grammar": _guide("ebnf", fields.guided_grammar),
-        "json_schema": _schema(fields.json_schema),
+        "json_schema": _guide("json_schema", fields.json_schema),
         "regex": _guide("regex", fields.regex),
         "ebnf": _guide("ebnf", fields.ebnf),
-        "structural_tag": _tag(fields.structural_tag),
+        "structural_tag": _guide("structural_tag", fields.structural_tag),
     }
     given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
@@ -135,28 +135,18 @@ def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
         return JSON_OBJECT
     if wanted.type == "structural_tag":
         said = msgspec.structs.asdict(wanted).items()
-        return _tag({name: value for name, value in said if value is not None})
+        return _guide("structural_tag", {name: each for name, each in said if each is not None})
     if wanted.json_schema is None:
         raise invalid("response_format.json_schema", "is required")
-    return _schema(wanted.json_schema.schema)
+    return _guide("json_schema", wanted.json_schema.schema)
 
 
-def _schema(schema: str | dict[str, Any] | None) -> GuidedDecoding | None:
-    if schema is None or schema == "":
+def _guide(kind: str, value: str | dict[str, Any] | None) -> GuidedDecoding | None:
+    if value is None or value == "":
         return None
-    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return GuidedDecoding("json_schema", text)
-
-
-def _tag(tag: str | dict[str, Any] | None) -> GuidedDecoding | None:
-    if tag is None or tag == "":
-        return None
-    text = tag if isinstance(tag, str) else msgspec.json.encode(tag).decode()
-    return GuidedDecoding("structural_tag", text)
-
-
-def _guide(kind: str, text: str | None) -> GuidedDecoding | None:
-    return GuidedDecoding(kind, text) if text else None
+    return GuidedDecoding(
+        kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    )
 
 
 def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
@@ -249,10 +239,11 @@ def prompts_of(
             raise invalid(name, "mixes text, token ids and lists of them")
 
 
-def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) -> None:
+def check_multiplied(fields: GenerationFields, num_bytes: int, best_of: int = 1) -> None:
     """Check the total size of a request's prompts over all of its choices.
 
     Args:
+        num_bytes: size of the body.
         best_of: number of responses to each prompt, if more than `n`.
 
     Raises:
@@ -260,9 +251,9 @@ def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) ->
     """
     own = f"{fields.where}n"
     name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
-    if len(body) * count > MAX_BYTES:
+    if num_bytes * count > MAX_BYTES:
         sentence = (
-            f"{name} = {count} copies of a body of {len(body)} bytes exceed {MAX_BYTES} bytes"
+            f"{name} = {count} copies of a body of {num_bytes} bytes exceed {MAX_BYTES} bytes"
         )
         raise ApiError(413, sentence, param=name)
 
@@ -274,7 +265,7 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
-    thinking_budget: int = -1,
+    thinking_budget: int | None = None,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
     """Return sampling parameters for each of the n choices of a prompt, unchecked.
@@ -284,7 +275,7 @@ def samplings(
     Args:
         best_of: number of responses to a prompt, if more than n.
         max_tokens: None: as many as fit into the context.
-        logprobs, prompt_logprobs, thinking_budget: -1: none.
+        logprobs, prompt_logprobs: -1: none.
         prompt_logprobs_start: index of the first prompt token with a log-probability.
 
     Raises:
@@ -314,7 +305,7 @@ def samplings(
         hidden_states=bool(fields.return_hidden_states),
         routed_experts=bool(fields.return_routed_experts),
         guide=guide_of(fields),
-        thinking_budget=thinking_budget,
+        thinking_budget=-1 if thinking_budget is None else thinking_budget,
     )
     return [
         first,
@@ -379,9 +370,9 @@ def choices(
     ]
 
 
-def session_of(prompt_cache_key: str | None, user: str | None) -> str:
-    """Return the session of a request with these fields, or ""."""
-    return prompt_cache_key or user or ""
+def session_of(fields: GenerationFields) -> str:
+    """Return the session of a request, or ""."""
+    return fields.prompt_cache_key or fields.user or ""
 
 
 def includes_usage(fields: GenerationFields) -> bool:

@@ -5,9 +5,9 @@ A reply is one whole body, or server-sent events.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,13 +16,16 @@ from msgspec.structs import replace
 from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, name_ignored, take_json
+from api.dialect.ignored_fields import IgnoredFields
 from api.dialect.models import ModelNames
-from api.dialect.problems import OPENAI, ApiError, Fields, Words
+from api.dialect.problems import OPENAI, ApiError, Words
 from api.generation import DeadlineScope, new_request_id
 from api.http.messages import EVENT_STREAM, Headers, HttpRequest, HttpStream, whole
+from api.idempotency import IdempotencyCache, IdempotentRetry
+from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, all_of
-from api.requests.idempotency import IdempotencyCache, IdempotentRetry
+from api.requests.served_model import ServedModel
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
@@ -30,101 +33,6 @@ from router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-
-
-class WholeReply:
-    """A response with one body at the end.
-
-    Calls `add` with each piece and the index of its choice, then `body` after all choices.
-    """
-
-    def __init__(
-        self,
-        add: Callable[[int, OutputChunk], None],
-        body: Callable[[], bytes],
-        headers: Headers,
-    ) -> None:
-        self._add = add
-        self._body = body
-        self._headers = headers
-
-    async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
-        self._add(index, piece)
-
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        """Write output other than the last, unless the client is slow. Return whether it did."""
-        self._add(index, piece)
-        return True
-
-    def response(self) -> web.StreamResponse:
-        """Return the HTTP response, after all choices have ended."""
-        return whole(200, self._body(), headers=self._headers)
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        """Return the response to a request that failed, possibly in the middle of a stream."""
-        return why.response(self._headers)
-
-
-def _error_event(why: ApiError) -> bytes:
-    """Return the error body as an event, without [DONE], so that the response looks incomplete."""
-    return b"data: " + why.body + b"\n\n"
-
-
-class StreamedReply:
-    """A response with server-sent events. Has the methods of WholeReply.
-
-    Args:
-        event: returns the events of each piece, given the index of its choice. Each is complete,
-            with the empty line that ends it.
-        end: returns the events after all choices have ended.
-        failure: returns the event that ends the stream after an error.
-    """
-
-    def __init__(
-        self,
-        event: Callable[[int, OutputChunk], bytes],
-        end: Callable[[], bytes],
-        num_choices: int,
-        request: HttpRequest,
-        headers: Headers,
-        failure: Callable[[ApiError], bytes] = _error_event,
-    ) -> None:
-        self._event = event
-        self._end = end
-        self._num_left = num_choices
-        self._headers = headers
-        self._stream = HttpStream(
-            request,
-            EVENT_STREAM,
-            (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
-        )
-        self._failure = failure
-
-    async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
-        event = self._event(index, piece)
-        self._num_left -= isinstance(piece, FinalChunk)
-        if not self._num_left:
-            self._stream.finish(event + self._end())
-        elif event:
-            await self._stream.send(event)
-
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        if self._stream.slow:
-            return False
-        if event := self._event(index, piece):
-            self._stream.push(event)
-        return True
-
-    def response(self) -> web.StreamResponse:
-        return self._stream
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        if self._stream.finished:  # only a slow client kept the one choice waiting
-            return self._stream
-        if not self._stream.prepared:
-            return why.response(self._headers)
-        self._stream.finish(self._failure(why))
-        return self._stream
 
 
 class RequestOrigin(msgspec.Struct, frozen=True):
@@ -137,84 +45,186 @@ class RequestOrigin(msgspec.Struct, frozen=True):
         return cls(answer_id, model, int(time.time()))
 
 
-# Writes the response to one request, with all of its choices.
-EndpointReply: TypeAlias = WholeReply | StreamedReply
-BeginReply: TypeAlias = Callable[[RequestOrigin, HttpRequest, Headers], EndpointReply]
+class ResponseContent:
+    """The response to one request, with all of its choices, in its endpoint's format."""
 
+    def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
+        """Add a piece of a choice, and return its events. b"": there is nothing to send yet."""
+        raise NotImplementedError
 
-class EndpointCall(msgspec.Struct, frozen=True):
-    model: str | None  # None: the served model
-    requests: Sequence[GenerateParams]  # one per choice, in the order of their indices, without ids
-    session_id: str  # "": no session
-    reply: BeginReply
-    lora_path: str | None = None  # an adapter in addition to `model`
-    form: str = ""  # the field that asks for a response format
-    ignored: Sequence[str] = ()  # fields that do not affect the response
+    def end(self) -> bytes:
+        """Return the last events, or the body of a response that is not streamed.
 
+        Called after all choices have ended.
+        """
+        raise NotImplementedError
 
-class ApiDialect(Protocol):
-    """One endpoint's request and response formats."""
+    def failed(self, why: ApiError) -> bytes:
+        """Return the event that ends a stream after an error.
 
-    id_prefix: str
-    field_names: Fields
-    words: Words  # error vocabulary
-
-    def read(self, body: bytes) -> EndpointCall:
-        """Parse a body. Raise ApiError if it is invalid."""
-        ...
+        It is not followed by [DONE], so that the response looks incomplete.
+        """
+        return b"data: " + why.body + b"\n\n"
 
 
 Event = dict[str, Any]  # its "type" determines its other fields
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
-# Named events as a stream, or the whole response at the end. The endpoint provides their format.
-class EventReply(Protocol):
-    """One response in its endpoint's format.
+class EventContent(ResponseContent):
+    """A response with one choice, whose events have names.
 
     Attributes:
         last: the whole response, after it has ended.
     """
 
-    last: Event
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self.last: Event = {}
 
-    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+    def events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         """Yield the events of this piece. The iterator must be exhausted, event by event.
 
         An event is valid only at the moment when it is yielded, because later events change its
         content.
         """
-        ...
+        raise NotImplementedError
 
-    def failed(self, why: ApiError) -> Event:
-        """Return the event that ends a response after part of it has been sent."""
-        ...
+    def failure(self, why: ApiError) -> Event:
+        raise NotImplementedError
 
+    def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
+        return b"".join(_line(event) if self._stream else b"" for event in self.events(piece))
 
-def reply_of(
-    reply: EventReply, stream: bool, request: HttpRequest, headers: Headers
-) -> EndpointReply:
-    def events(index: int, piece: OutputChunk) -> bytes:
-        return b"".join(map(_line, reply.add(piece)))
+    def end(self) -> bytes:
+        return b"" if self._stream else encode(self.last)
 
-    def add(index: int, piece: OutputChunk) -> None:
-        for _ in reply.add(piece):
-            pass
-
-    if not stream:
-        return WholeReply(add, lambda: _encode(reply.last), headers)
-    return StreamedReply(
-        events,
-        lambda: b"",
-        1,
-        request,
-        headers,
-        failure=lambda why: _line(reply.failed(why)),
-    )
+    def failed(self, why: ApiError) -> bytes:
+        return _line(self.failure(why))
 
 
 def _line(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
+
+
+class HttpReply:
+    """Sends the content of a response: as server-sent events, or as one body at the end."""
+
+    def __init__(
+        self,
+        content: ResponseContent,
+        num_choices: int,
+        request: HttpRequest,
+        headers: Headers,
+        *,
+        stream: bool,
+    ) -> None:
+        self._content = content
+        self._num_left = num_choices
+        self._headers = headers
+        fields = (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers)
+        self._stream = HttpStream(request, EVENT_STREAM, fields) if stream else None
+
+    async def write(self, index: int, piece: OutputChunk | FinalChunk) -> None:
+        events = self._content.add(index, piece)
+        self._num_left -= isinstance(piece, FinalChunk)
+        if self._stream is None:
+            return
+        if not self._num_left:
+            self._stream.finish(events + self._content.end())
+        elif events:
+            await self._stream.send(events)
+
+    def offer(self, index: int, piece: OutputChunk) -> bool:
+        """Write output other than the last, unless the client is slow. Return whether it did."""
+        if self._stream is not None and self._stream.slow:
+            return False
+        events = self._content.add(index, piece)
+        if self._stream is not None and events:
+            self._stream.push(events)
+        return True
+
+    def response(self) -> web.StreamResponse:
+        """Return the HTTP response, after all choices have ended."""
+        if self._stream is None:
+            return whole(200, self._content.end(), headers=self._headers)
+        return self._stream
+
+    def failed(self, why: ApiError) -> web.StreamResponse:
+        """Return the response to a request that failed, possibly in the middle of a stream."""
+        stream = self._stream
+        if stream is None or not (stream.prepared or stream.finished):
+            return why.response(self._headers)
+        if not stream.finished:  # otherwise only a slow client kept the last choice waiting
+            stream.finish(self._content.failed(why))
+        return stream
+
+
+class EndpointCall(msgspec.Struct, frozen=True):
+    """A request to a generation endpoint.
+
+    Attributes:
+        model: None: the served model.
+        requests: one for each choice, in the order of their indices, without ids.
+        content: makes the response.
+        session_id: "": no session.
+        lora_path: an adapter in addition to `model`.
+        form: the field that asks for a response format.
+    """
+
+    model: str | None
+    requests: Sequence[GenerateParams]
+    content: Callable[[RequestOrigin], ResponseContent]
+    stream: bool
+    session_id: str = ""
+    lora_path: str | None = None
+    form: str = ""
+
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class Dialect(NamedTuple, Generic[F]):
+    """One endpoint's request and response formats.
+
+    Attributes:
+        fields: record of the body.
+        unsupported: further known fields, see BodyReader.
+        call: returns the request of a body with these fields and that many bytes. Appends the
+            names of fields that have no effect to the list. Raises ApiError.
+        words: error vocabulary.
+        other_names: see `fields_of`.
+    """
+
+    id_prefix: str
+    fields: type[F]
+    unsupported: Mapping[str, IgnoredFields]
+    call: Callable[[F, int, ModelFormat, list[str]], EndpointCall]
+    words: Words = OPENAI
+    other_names: Mapping[str, str] = {}
+
+
+class DialectReader(Generic[F]):
+    """Reads the requests of one endpoint to one model."""
+
+    def __init__(
+        self, dialect: Dialect[F], model_format: ModelFormat, *, ignore_unknown: bool
+    ) -> None:
+        self.dialect = dialect
+        self._format = model_format
+        self._reader = BodyReader(
+            dialect.fields, dialect.unsupported, ignore_unknown=ignore_unknown
+        )
+        self.field_names = {**self._reader.names, **dialect.other_names}
+
+    def read(self, body: bytes, ignored: list[str]) -> EndpointCall:
+        """Parse a body. Raise ApiError if it is invalid.
+
+        Args:
+            ignored: receives the paths of fields that have no effect.
+        """
+        fields = self._reader.read(body, ignored)
+        return self.dialect.call(fields, len(body), self._format, ignored)
 
 
 # Counts that many generation requests and returns their client. Raises ServingError if a limit
@@ -227,15 +237,16 @@ class GenerationEndpoint:
 
     def __init__(
         self,
-        dialect: ApiDialect,
-        answers: IdempotencyCache,
+        reader: DialectReader[Any],
+        idempotency: IdempotencyCache,
         metrics: RouterMetrics,
         begin: Begin,  # called after a request is parsed, before any work on it
         *,
         names: ModelNames,  # model names that clients may use
     ) -> None:
-        self._dialect = dialect
-        self._answers = answers
+        self._reader = reader
+        self._dialect = reader.dialect
+        self._idempotency = idempotency
         self._metrics = metrics
         self._begin = begin
         self._names = names
@@ -248,8 +259,9 @@ class GenerationEndpoint:
         headers = id_headers(label, request_id)
         try:
             body = take_json(request)
-            asked = self._dialect.read(body)
-            name_ignored(request, asked.ignored)
+            ignored: list[str] = []
+            asked = self._reader.read(body, ignored)
+            name_ignored(request, ignored)
             adapter = self._names.adapter(asked.model, asked.lora_path)
             client = self._begin(request, len(asked.requests))
             retry = self._retry(client, request, body, request_id)
@@ -265,12 +277,12 @@ class GenerationEndpoint:
         if retry is not None:
             request_id = retry.request_id
             headers = id_headers(label, request_id)
-        if client.usage is not None:
-            headers += client.usage.headers()
+        headers += client.usage.headers()
         origin = RequestOrigin.now(
             self._dialect.id_prefix + request_id, adapter or self._names.served
         )
-        reply = asked.reply(origin, request, headers)
+        content, num = asked.content(origin), len(asked.requests)
+        reply = HttpReply(content, num, request, headers, stream=asked.stream)
         traceparent = request.header("traceparent")
         session_id = _session_id(request, asked)
         choices = [
@@ -288,17 +300,19 @@ class GenerationEndpoint:
     ) -> IdempotentRetry | None:
         if not (key := request.header("idempotency-key")):
             return None
-        return self._answers.retry(client, key, lambda: request.route.encode() + body, request_id)
+        return self._idempotency.retry(
+            client, key, lambda: request.route.encode() + body, request_id
+        )
 
     def _problem(self, error: ServingError, form: str = "") -> ApiError:
-        refusal = problems.of_error(error, self._dialect.field_names, form)
+        refusal = problems.of_error(error, self._reader.field_names, form)
         return refusal.in_words(self._dialect.words)
 
     async def _generate(
         self,
         choices: Sequence[GenerateParams],
         client: Client,
-        reply: EndpointReply,
+        reply: HttpReply,
         traceparent: str,
         retry: IdempotentRetry | None,
     ) -> None:
@@ -308,10 +322,10 @@ class GenerationEndpoint:
             write, offer = partial(reply.write, index), partial(reply.offer, index)
             call = choices[index], client, write, traceparent, offer
             if retry is None:
-                return self._answers.generator.generate(*call)
-            return self._answers.generate(*call, retry=retry, index=index)
+                return self._idempotency.dispatcher.generate(*call)
+            return self._idempotency.generate(*call, retry=retry, index=index)
 
-        await all_of([generated(index) for index in range(len(choices))])
+        await all_of([partial(generated, index) for index in range(len(choices))])
 
 
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
@@ -331,45 +345,50 @@ def _session_id(request: HttpRequest, asked: EndpointCall) -> str:
     return named or asked.session_id
 
 
-F = TypeVar("F", bound=msgspec.Struct)
+# Returns the response to a prompt's fields. Raises ApiError or ServingError.
+PromptAnswer = Callable[[ServedModel, F, Client], Awaitable[msgspec.Struct]]
 
 
-class PromptEndpoint:
-    """Base of HTTP handlers that use a prompt without generating, such as /tokenize.
+class PromptEndpoint(Generic[F]):
+    """HTTP handler of an endpoint that uses a prompt without generating, such as /tokenize.
 
     Args:
+        reader: reader of the body. Its record has a `model`.
         begin, names: see GenerationEndpoint.
         budget_s: time limit of a request, in seconds.
+        words: error vocabulary.
     """
 
-    def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
+    def __init__(
+        self,
+        reader: BodyReader[F],
+        answer: PromptAnswer[F],
+        model: ServedModel,
+        begin: Begin,
+        names: ModelNames,
+        budget_s: float,
+        words: Words = OPENAI,
+    ) -> None:
+        self._reader = reader
+        self._answer = answer
+        self._model = model
         self._begin = begin
         self._names = names
         self._budget_s = budget_s
+        self._words = words
 
-    async def answered(
-        self,
-        request: HttpRequest,
-        reader: BodyReader[F],
-        answer: Callable[[F, Client], Awaitable[msgspec.Struct]],
-        words: Words = OPENAI,
-    ) -> web.Response:
-        """Run a handler within the limits and return its response.
-
-        Args:
-            reader: reader of the body. Its record has a `model`.
-            answer: called with the fields and the client. Raises ApiError or ServingError.
-            words: error vocabulary.
-        """
+    async def __call__(self, request: HttpRequest) -> web.Response:
         try:
             client = self._begin(request, 1)
             with DeadlineScope(self._budget_s):
                 ignored: list[str] = []
-                fields: Any = reader.read(take_json(request), ignored)
+                fields: Any = self._reader.read(take_json(request), ignored)
                 name_ignored(request, ignored)
                 self._names.adapter(fields.model)
-                return whole(200, msgspec.json.encode(await answer(fields, client)))
+                answer = await self._answer(self._model, fields, client)
+                return whole(200, msgspec.json.encode(answer))
         except ApiError as refusal:
-            return refusal.in_words(words).response()
+            return refusal.in_words(self._words).response()
         except ServingError as error:
-            return problems.of_error(error, reader.names).in_words(words).response()
+            problem = problems.of_error(error, self._reader.names)
+            return problem.in_words(self._words).response()

@@ -120,7 +120,7 @@ class NamedTool(Protocol):
 def offered(
     tools: Sequence[ToolDefinition],
     choice: str | NamedTool | None,
-    speech: ModelFormat,
+    model_format: ModelFormat,
     *,
     parallel: bool | None,
 ) -> ToolOffer:
@@ -128,7 +128,7 @@ def offered(
 
     Args:
         choice: "auto" (also None and ""), "none", "required", or the tool that must be called.
-        speech: how the model calls tools.
+        model_format: how the model calls tools.
         parallel: None: no limit.
 
     Raises:
@@ -150,7 +150,7 @@ def offered(
             parallel = False
     if must is not None and not must:
         raise invalid("tool_choice", ": tools does not contain this tool")
-    if tools and not must and speech.tools == NONE:
+    if tools and not must and model_format.tools == NONE:
         problem = ": the tool call format of this model is unknown (set --tool-parser)"
         raise invalid("tools", problem, code="unsupported")
     return ToolOffer(tools, must or (), parallel is not False)
@@ -179,7 +179,7 @@ def optional(tools: Sequence[Mapping[str, Any]]) -> ToolOffer:
 def guided(
     samplings: Sequence[SamplingParams],
     offer: ToolOffer,
-    speech: ModelFormat,
+    model_format: ModelFormat,
     form_field: str,
 ) -> Sequence[SamplingParams]:
     """Return the sampling parameters with the grammar that the tools need.
@@ -189,7 +189,7 @@ def guided(
     Without a response format it is free text, in which each call is complete.
 
     Args:
-        speech: the model's tool call format.
+        model_format: the model's tool call format.
         form_field: name of the field that requested a response format, for errors.
 
     Raises:
@@ -198,24 +198,24 @@ def guided(
     if not offer.tools:
         return samplings
     try:
-        guide = _guide(samplings[0].guide, offer, speech, form_field)
+        guide = _guide(samplings[0].guide, offer, model_format, form_field)
     except RecursionError:
         raise invalid("tools", ": parameters are nested too deeply") from None
     return [replace(each, guide=guide) for each in samplings]
 
 
 def _guide(
-    form: GuidedDecoding | None, offer: ToolOffer, speech: ModelFormat, form_field: str
+    form: GuidedDecoding | None, offer: ToolOffer, model_format: ModelFormat, form_field: str
 ) -> GuidedDecoding | None:
     if offer.must:
-        return _must_guide(offer, speech)
+        return _must_guide(offer, model_format)
     if form is None:
-        return _guide_of_text(offer, speech)
-    return _guide_of_form(form, offer, speech, form_field)
+        return _guide_of_text(offer, model_format)
+    return _guide_of_form(form, offer, model_format, form_field)
 
 
-def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
-    if speech.channels is None:
+def _must_guide(offer: ToolOffer, model_format: ModelFormat) -> GuidedDecoding:
+    if model_format.channels is None:
         return guide_of_calls(offer.must, parallel=offer.parallel)
     functions = [tool.function for tool in offer.must]
     for function in functions:
@@ -225,15 +225,15 @@ def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
             )
             raise invalid("tool_choice", problem, code="unsupported")
     tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
-    return tag(speech.channels.calls(tools, parallel=offer.parallel))
+    return tag(model_format.channels.calls(tools, parallel=offer.parallel))
 
 
-def _guide_of_text(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding | None:
+def _guide_of_text(offer: ToolOffer, model_format: ModelFormat) -> GuidedDecoding | None:
     """Return the grammar of a response that is text with optional calls. None: no constraint."""
     strict = any(tool.function.strict for tool in offer.tools)
-    if not strict and speech.arguments == FREE:
+    if not strict and model_format.arguments == FREE:
         return None
-    form = speech.form_of_calls(_held(offer, speech), parallel=offer.parallel)
+    form = model_format.form_of_calls(_held(offer, model_format), parallel=offer.parallel)
     if form is None:
         return None
     guide = tag(form)
@@ -243,7 +243,7 @@ def _guide_of_text(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding | No
 
 
 def _guide_of_form(
-    form: GuidedDecoding, offer: ToolOffer, speech: ModelFormat, form_field: str
+    form: GuidedDecoding, offer: ToolOffer, model_format: ModelFormat, form_field: str
 ) -> GuidedDecoding:
     """Return the grammar of a response that has this format or consists of calls.
 
@@ -252,7 +252,9 @@ def _guide_of_form(
     inner = as_form(form)
     if inner is None:
         return form
-    either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
+    either = model_format.form_of_calls_or(
+        inner, _held(offer, model_format), parallel=offer.parallel
+    )
     if either is None:
         problem = (
             ": this model's tool calls cannot be combined with structured output: send one of the "
@@ -262,7 +264,7 @@ def _guide_of_form(
     return tag(either)
 
 
-def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[str, Any]]]:
+def _held(offer: ToolOffer, model_format: ModelFormat) -> Sequence[tuple[str, Mapping[str, Any]]]:
     """Return the tools with the schemas that constrain their arguments.
 
     A strict tool has its own schema. Other tools accept any JSON object, unless the router
@@ -271,7 +273,8 @@ def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[
     return [
         (
             each.name,
-            ((each.strict or speech.arguments == SCHEMA) and each.parameters) or {"type": "object"},
+            ((each.strict or model_format.arguments == SCHEMA) and each.parameters)
+            or {"type": "object"},
         )
         for each in (tool.function for tool in offer.tools)
     ]
@@ -281,12 +284,12 @@ class ChatCall(NamedTuple):
     """The choices of a chat.
 
     Attributes:
-        listen: returns the parser of one choice.
+        parser: returns the parser of one choice.
         form: the field that constrains the response, or "".
     """
 
     requests: Sequence[GenerateParams]
-    listen: Callable[[], StreamParser]
+    parser: Callable[[], StreamParser]
     form: str
 
 
@@ -295,7 +298,7 @@ def chat_call(
     prompt: ChatPrompt,
     sampled: Sequence[SamplingParams],
     offer: ToolOffer,
-    speech: ModelFormat,
+    model_format: ModelFormat,
     *,
     form_field: str,
     max_tokens_field: str = "",
@@ -316,24 +319,24 @@ def chat_call(
     requests = choices(
         fields,
         [prompt],
-        guided(sampled, offer, speech, form_field),
+        guided(sampled, offer, model_format, form_field),
         max_tokens_field=max_tokens_field,
-        shown=speech.shown[bool(offer.tools)],
+        shown=model_format.shown[bool(offer.tools)],
         prediction=prediction,
     )
-    listen = partial(listening, speech, requests[0].prompt, offer, reasons=reasons)
-    return ChatCall(requests, listen, form_field or ("tools" if offer.tools else ""))
+    parser = partial(response_parser, model_format, requests[0].prompt, offer, reasons=reasons)
+    return ChatCall(requests, parser, form_field or ("tools" if offer.tools else ""))
 
 
-def listening(
-    speech: ModelFormat, prompt: SharedPrompt, offer: ToolOffer, *, reasons: bool = True
+def response_parser(
+    model_format: ModelFormat, prompt: SharedPrompt, offer: ToolOffer, *, reasons: bool = True
 ) -> StreamParser:
     """Return the parser of one response to `prompt`.
 
     Args:
         reasons: reasoning is returned.
     """
-    parser = speech.parser_of_calls if offer.must else speech.parser
+    parser = model_format.parser_of_calls if offer.must else model_format.parser
     return StreamParser(
         lambda: parser(prompt.rendering.end, offer.callable, reasons=reasons),
         parallel=offer.parallel,

@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
 from api.dialect.problems import ApiError
-from api.dialect.tools import ToolOffer, guided, listening, optional
+from api.dialect.tools import ToolOffer, guided, optional, response_parser
 from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
+from api.idempotency import IdempotencyCache
 from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
 from api.pooling.vectors import PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import ChatPrompt, PoolingCaller, check_context, check_vocabulary
-from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import SamplingParams
@@ -87,17 +87,17 @@ def _logprobs(tokens: Sequence[TokenReport]) -> Logprobs | None:
 
 
 def _fill_in(
-    listener: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
+    parser: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
 ) -> None:
     """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
-    heard = listener.hear(piece.text, piece.marks, last=isinstance(piece, FinalChunk))
-    if response.finish_reason == "stop" and listener.has_called:
+    parsed = parser.parse(piece.text, piece.marks, last=isinstance(piece, FinalChunk))
+    if response.finish_reason == "stop" and parser.has_called:
         response.finish_reason = "tool_calls"
-    response.text = heard.content
-    response.reasoning = heard.reasoning
+    response.text = parsed.content
+    response.reasoning = parsed.reasoning
     response.tool_calls.extend(
         ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
-        for part in heard.calls
+        for part in parsed.calls
     )
 
 
@@ -110,14 +110,14 @@ class InferenceService:
     def __init__(
         self,
         guard: ApiKeyGuard,
-        answers: IdempotencyCache,
+        idempotency: IdempotencyCache,
         vectors: PoolingService,
         model: ServedModel,
         *,
         budget_s: float,
     ) -> None:
         self._guard = guard
-        self._answers = answers
+        self._idempotency = idempotency
         self._vectors = vectors
         self._model = model
         self._budget_s = budget_s
@@ -128,69 +128,69 @@ class InferenceService:
         with self._begun(context) as client:
             key, request_id = _metadata(context, "idempotency-key"), new_request_id()
             content = partial(request.SerializeToString, deterministic=True)
-            retry = self._answers.retry(client, key, content, request_id) if key else None
+            retry = self._idempotency.retry(client, key, content, request_id) if key else None
             if retry is not None:
                 request_id = retry.request_id
             wanted = replace(from_request(request), request_id=request_id)
-            listener: StreamParser | None = None
+            parser: StreamParser | None = None
             match wanted.prompt.prompt:
                 case ChatPrompt(tools=tools):
                     offer = self._offer(tools)
                     wanted = replace(
                         wanted,
-                        shown=self._model.speech.shown[bool(tools)],
+                        shown=self._model.model_format.shown[bool(tools)],
                         sampling=self._guided(wanted.sampling, offer),
                     )
-                    listener = listening(self._model.speech, wanted.prompt, offer)
+                    parser = response_parser(self._model.model_format, wanted.prompt, offer)
 
             async def write(piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
-                if listener is not None:
-                    _fill_in(listener, piece, response)
+                if parser is not None:
+                    _fill_in(parser, piece, response)
                 await context.write(response)
 
             call = wanted, client, write, _metadata(context, HEADER)
             if retry is None:
-                await self._answers.generator.generate(*call)
+                await self._idempotency.dispatcher.generate(*call)
             else:
-                await self._answers.generate(*call, retry=retry)
+                await self._idempotency.generate(*call, retry=retry)
 
     async def Embed(
         self, request: router_pb2.EmbedRequest, context: Context
     ) -> router_pb2.EmbedResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             inputs = [from_input(each) for each in request.inputs]
-            pooled = await self._vectors.embed(inputs, asker, request.dimensions)
+            pooled = await self._vectors.embed(inputs, caller, request.dimensions)
         usage = router_pb2.Usage(prompt_tokens=sum(pooled.num_tokens))
         return router_pb2.EmbedResponse(
-            request_id=asker.request_id, vectors=pooled.vectors, usage=usage
+            request_id=caller.request_id, vectors=pooled.vectors, usage=usage
         )
 
     async def Score(
         self, request: router_pb2.ScoreRequest, context: Context
     ) -> router_pb2.ScoreResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             pairs = one_with_each(request.queries, request.documents)
-            scored = await self._vectors.score(pairs, asker, request.instruct)
+            scored = await self._vectors.score(pairs, caller, request.instruct)
         usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
         return router_pb2.ScoreResponse(
-            request_id=asker.request_id, scores=scored.scores, usage=usage
+            request_id=caller.request_id, scores=scored.scores, usage=usage
         )
 
     async def ScoreTokens(
         self, request: router_pb2.ScoreTokensRequest, context: Context
     ) -> router_pb2.ScoreTokensResponse:
-        with self._pooling(request, context) as asker:
+        with self._pooling(request, context) as caller:
             scored = await self._vectors.label_scores(
                 [from_input(each) for each in request.prompts],
                 request.label_token_ids,
-                asker,
+                caller,
                 softmax=request.apply_softmax,
             )
         scores = [router_pb2.TokenScores(scores=each) for each in scored.scores]
         usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
         return router_pb2.ScoreTokensResponse(
-            request_id=asker.request_id, scores=scores, usage=usage
+            request_id=caller.request_id, scores=scores, usage=usage
         )
 
     async def Tokenize(
@@ -224,14 +224,14 @@ class InferenceService:
 
     def _offer(self, tools: Sequence[Any]) -> ToolOffer:
         """Return the offer of these tools. Raise InvalidRequest if their call format is unknown."""
-        if tools and self._model.speech.tools == NONE:
+        if tools and self._model.model_format.tools == NONE:
             raise InvalidRequest("messages.tools: the tool call format of this model is unknown")
         return optional(tools)
 
     def _guided(self, sampling: SamplingParams, offer: ToolOffer) -> SamplingParams:
         """Return the sampling with the grammar that tools need, as over HTTP."""
         try:
-            return guided([sampling], offer, self._model.speech, "sampling.guide")[0]
+            return guided([sampling], offer, self._model.model_format, "sampling.guide")[0]
         except ApiError as refusal:
             if refusal.param == "tools":
                 raise InvalidRequest(f"messages.{refusal}") from None

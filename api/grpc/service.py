@@ -17,7 +17,6 @@ from api.grpc.inference import InferenceService
 from api.http_checks import METHODS
 from api.requests.served_model import ByModel
 from common import rpc
-from common.errors import InvalidRequest
 from protos import router_pb2 as pb
 from protos import router_pb2_grpc
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
@@ -25,66 +24,67 @@ from router.workers import Drain
 
 Method: TypeAlias = Callable[[Any], Awaitable[Any]]  # request to response
 
+# Operator methods for the nodes of one model, by name.
+_ENGINES: Mapping[str, Any] = {
+    "Pause": EngineCalls.pause,
+    "Continue": EngineCalls.resume,
+    "UpdateWeights": EngineCalls.update_weights,
+    "ReleaseMemory": EngineCalls.release_memory,
+    "ResumeMemory": EngineCalls.resume_memory,
+    "StartProfile": EngineCalls.start_profile,
+    "StopProfile": EngineCalls.stop_profile,
+    "FlushCache": EngineCalls.flush_caches,
+}
+_ADAPTERS: Mapping[str, Any] = {
+    "LoadAdapter": AdapterCalls.load,
+    "UnloadAdapter": AdapterCalls.unload,
+}
 
-class AdminService:
-    """Implements the operator methods of the service. They raise ServingError.
 
-    Attributes:
-        methods: handlers by method name.
+def model_methods(
+    engines: ByModel[EngineCalls], adapters: ByModel[AdapterCalls]
+) -> Mapping[str, Method]:
+    """Return the operator methods that concern the nodes of one model, by name."""
+
+    async def call(parts: ByModel[Any], method: Any, request: Any) -> Any:
+        return await method(parts.of(request.model), request)
+
+    return {
+        **{name: partial(call, engines, method) for name, method in _ENGINES.items()},
+        **{name: partial(call, adapters, method) for name, method in _ADAPTERS.items()},
+    }
+
+
+def admin_methods(
+    report: ClusterReport,
+    explainer: Explainer,
+    of_models: Mapping[str, Method],
+    migrations: MigrationService,
+    plans: ByModel[Plans],
+    drain: Drain,
+) -> Mapping[str, Method]:
+    """Return the operator methods of the service by name. They raise ServingError.
+
+    Args:
+        of_models: see `model_methods`.
     """
 
-    def __init__(
-        self,
-        report: ClusterReport,
-        explainer: Explainer,
-        adapters: ByModel[AdapterCalls],
-        engines: ByModel[EngineCalls],
-        migrations: MigrationService,
-        plans: ByModel[Plans],
-        drain: Drain,
-    ) -> None:
-        self._engines = engines
-        self._plans = plans
-        self._end = drain
-        self.methods: Mapping[str, Method] = {
-            "GetCluster": lambda _: report.make(),
-            "Explain": lambda request: explainer.explain(request.name),
-            "LoadAdapter": lambda request: adapters.of(request.model).load(
-                request.name, request.path
-            ),
-            "UnloadAdapter": lambda request: adapters.of(request.model).unload(request.name),
-            "Pause": lambda request: engines.of(request.model).pause(request.mode),
-            "Continue": lambda request: engines.of(request.model).resume(),
-            "UpdateWeights": self._update_weights,
-            "ReleaseMemory": lambda request: engines.of(request.model).release_memory(request.tags),
-            "ResumeMemory": lambda request: engines.of(request.model).resume_memory(request.tags),
-            "StartProfile": lambda request: engines.of(request.model).start_profile(
-                request.num_steps
-            ),
-            "StopProfile": lambda request: engines.of(request.model).stop_profile(),
-            "FlushCache": lambda request: engines.of(request.model).flush_caches(),
-            "Drain": self._drain,
-            "Move": lambda request: migrations.move(
-                request.request_id, request.source, request.target
-            ),
-            "ReportPlan": self._take_plan,
-        }
-
-    async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
-        engines = self._engines.of(request.model)
-        if not request.from_node:
-            return await engines.update_weights(request.path, abort=request.abort)
-        if request.path:
-            raise InvalidRequest("from_node: cannot be combined with a path")
-        return await engines.take_weights(request.from_node, abort=request.abort)
-
-    async def _drain(self, request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:
-        await self._end(request.in_turn)
+    async def end(request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:
+        await drain(request.in_turn)
         return pb.DrainRouterResponse()
 
-    async def _take_plan(self, request: pb.ReportPlanRequest) -> pb.ReportPlanResponse:
-        self._plans.of(request.plan.model).take(request.plan)
+    async def take_plan(request: pb.ReportPlanRequest) -> pb.ReportPlanResponse:
+        plans.of(request.plan.model).take(request.plan)
         return pb.ReportPlanResponse()
+
+    return {
+        **of_models,
+        "GetCluster": lambda _: report.make(),
+        "Explain": lambda request: explainer.explain(request.name),
+        "Move": lambda request: migrations.move(request.request_id, request.source, request.target),
+        "Drain": end,
+        "ReportPlan": take_plan,
+    }
 
 
 ROUTER_SERVICE = "baton.v1.Router"
@@ -96,14 +96,14 @@ _MODEL_METHODS = ("Generate", "Embed", "Score", "ScoreTokens", "Tokenize", "Deto
 def add_router_service(
     server: grpc.aio.Server,
     inference: ByModel[InferenceService],
-    admin: AdminService,
+    admin: Mapping[str, Method],
     callers: rpc.RpcGuard,
     *,
     max_fields: int,
 ) -> tuple[str, ...]:
     """Register the service. For Args and Returns see `rpc.add_service`."""
     servicer = SimpleNamespace(
-        **{name: partial(_called, method) for name, method in admin.methods.items()},
+        **{name: partial(_called, method) for name, method in admin.items()},
         **{name: partial(_called_of, inference, name) for name in _MODEL_METHODS},
     )
     add = router_pb2_grpc.add_RouterServicer_to_server

@@ -2,14 +2,13 @@
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
-from aiohttp import web
 
 from api.auth.client import Client
-from api.dialect.bodies import BodyReader, Ignored, Nothing
+from api.dialect.bodies import Ignored, Nothing
 from api.dialect.fields import (
     GenerationFields,
     Int32,
@@ -23,18 +22,16 @@ from api.dialect.fields import (
 )
 from api.dialect.generation_endpoint import (
     DONE,
+    Dialect,
     EndpointCall,
-    EndpointReply,
-    PromptEndpoint,
-    RequestOrigin,
-    StreamedReply,
-    WholeReply,
+    ResponseContent,
+    encode,
 )
-from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
+from api.dialect.ignored_fields import OF_NATIVE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
-from api.dialect.problems import OPENAI, ApiError, invalid
-from api.http.messages import Headers, HttpRequest
+from api.dialect.problems import ApiError, invalid
 from api.native.logprobs import CollectedLogprobs, LogprobFields, LogprobOptions
+from api.parsers.model_format import ModelFormat
 from api.requests.answer import CollectedExperts, FinalChunk, OutputChunk, RoutedExperts
 from api.requests.generate_params import (
     MAX_CHOICES,
@@ -58,7 +55,6 @@ _DEFAULT_MAX_TOKENS = 128  # SGLang's default
 # at most about 128 times the size of its response.
 _SIZE_OF_EACH_PIECE = 1024
 _GROWTH = 128
-_encode = msgspec.json.Encoder().encode
 
 _TokenLists = list[TokenId | list[TokenId]]
 _Matrices = list[list[float | list[float]]]
@@ -156,54 +152,36 @@ class NativeResponse(msgspec.Struct, omit_defaults=True):
     index: int | None = None  # only in a stream with several responses
 
 
-class NativeEndpoint:
-    """The ApiDialect of /generate."""
-
-    id_prefix = ""
-    words = OPENAI
-
-    def __init__(self, *, ignore_unknown: bool) -> None:
-        self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
-        self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
-
-    def read(self, body: bytes) -> EndpointCall:
-        ignored: list[str] = []
-        fields = self._reader.read(body, ignored)
-        common = _common(fields)
-        check_multiplied(common, body)
-        logprobs = _logprob_options(fields)
-        num_top = logprobs.num_top if logprobs.requested else -1
-        silent = common.max_tokens == 0
-        per_prompt = samplings(
-            common,
-            1 if silent else common.max_tokens,
-            logprobs=num_top,
-            prompt_logprobs=num_top if logprobs.prompt_start >= 0 else -1,
-            prompt_logprobs_start=max(logprobs.prompt_start, 0),
-        )
-        prompts, is_list = _prompts(fields)
-        _check_number(len(prompts) * len(per_prompt))
-        given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
-        limit = "sampling.max_tokens" if given else ""
-        wanted = choices(common, prompts, per_prompt, max_tokens_field=limit, silent=silent)
-        is_list = is_list or len(wanted) > 1
-
-        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            answers = [
-                _Answer(index, each, origin.id, is_list, CollectedLogprobs(logprobs))
-                for index, each in enumerate(wanted)
-            ]
-            return _reply(answers, is_list, bool(fields.stream), request, headers)
-
-        return EndpointCall(
-            fields.model,
-            wanted,
-            fields.user or "",
-            reply,
-            fields.lora_path,
-            form_field(common),
-            ignored,
-        )
+def _call(
+    fields: NativeFields, num_bytes: int, model_format: ModelFormat, ignored: list[str]
+) -> EndpointCall:
+    common = _common(fields)
+    check_multiplied(common, num_bytes)
+    logprobs = _logprob_options(fields)
+    num_top = logprobs.num_top if logprobs.requested else -1
+    silent = common.max_tokens == 0
+    per_prompt = samplings(
+        common,
+        1 if silent else common.max_tokens,
+        logprobs=num_top,
+        prompt_logprobs=num_top if logprobs.prompt_start >= 0 else -1,
+        prompt_logprobs_start=max(logprobs.prompt_start, 0),
+    )
+    prompts, is_list = _prompts(fields)
+    _check_number(len(prompts) * len(per_prompt))
+    given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
+    limit = "sampling.max_tokens" if given else ""
+    wanted = choices(common, prompts, per_prompt, max_tokens_field=limit, silent=silent)
+    is_list, stream = is_list or len(wanted) > 1, bool(fields.stream)
+    return EndpointCall(
+        fields.model,
+        wanted,
+        lambda origin: _Responses(wanted, origin.id, logprobs, is_list=is_list, stream=stream),
+        stream,
+        fields.user or "",
+        fields.lora_path,
+        form_field(common),
+    )
 
 
 def _logprob_options(fields: NativeFields) -> LogprobOptions:
@@ -240,9 +218,7 @@ def _common(fields: NativeFields) -> _CommonFields:
     )
 
 
-_SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(
-    GenerationFields.__struct_fields__
-)
+_SAME_NAMES = {*SamplingFields.__struct_fields__} & {*GenerationFields.__struct_fields__}
 # Fields with other names, or in another place, than in the router.
 _OTHER_NAMES = {
     **{name: f"{_CommonFields.where}{name}" for name in _SAME_NAMES},
@@ -253,6 +229,7 @@ _OTHER_NAMES = {
     "token_ids": "input_ids",
     "input_embeddings": "input_embeds",
 }
+NATIVE = Dialect("", NativeFields, OF_NATIVE, _call, other_names=_OTHER_NAMES)
 
 
 def _prompts(fields: NativeFields) -> tuple[Sequence[Prompt], bool]:
@@ -392,34 +369,41 @@ def _weight_versions(last: FinalChunk) -> list[WeightVersionSpan] | msgspec.Unse
     ]
 
 
-def _reply(
-    answers: Sequence[_Answer],
-    is_list: bool,
-    stream: bool,
-    request: HttpRequest,
-    headers: Headers,
-) -> EndpointReply:
-    """Return a reply with one JSON object, a list of them, or a stream.
+class _Responses(ResponseContent):
+    """The responses to one request: a JSON object, a list of them, or a stream.
 
     As in SGLang, each event of a stream has the whole response so far. Events become rarer as a
     response grows: with an event for each token, n tokens would produce n² of text.
     """
 
-    def add(index: int, piece: OutputChunk) -> None:
-        answers[index].add(piece)
+    def __init__(
+        self,
+        wanted: Sequence[GenerateParams],
+        answer_id: str,
+        logprobs: LogprobOptions,
+        *,
+        is_list: bool,
+        stream: bool,
+    ) -> None:
+        self._answers = [
+            _Answer(index, each, answer_id, is_list, CollectedLogprobs(logprobs))
+            for index, each in enumerate(wanted)
+        ]
+        self._is_list = is_list
+        self._stream = stream
 
-    def body() -> bytes:
-        responses: Any = [answer.response() for answer in answers]
-        return _encode(responses if is_list else responses[0])
-
-    def event(index: int, piece: OutputChunk) -> bytes:
-        answer = answers[index]
+    def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
+        answer = self._answers[index]
         answer.add(piece)
-        return b"data: " + _encode(answer.response()) + b"\n\n" if answer.is_due else b""
+        if not (self._stream and answer.is_due):
+            return b""
+        return b"data: " + encode(answer.response()) + b"\n\n"
 
-    if stream:
-        return StreamedReply(event, lambda: DONE, len(answers), request, headers)
-    return WholeReply(add, body, headers)
+    def end(self) -> bytes:
+        if self._stream:
+            return DONE
+        responses: Any = [answer.response() for answer in self._answers]
+        return encode(responses if self._is_list else responses[0])
 
 
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
@@ -457,41 +441,23 @@ class Detokenized(msgspec.Struct):
     text: str  # the same as above, by SGLang's name
 
 
-class TokenizeEndpoint:
-    """HTTP handlers of /tokenize and /detokenize."""
+async def tokenize(model: ServedModel, fields: TokenizeFields, client: Client) -> Tokenized:
+    """Return the response of /tokenize."""
+    prompts = _texts_or_conversation(fields)
+    ids = [await model.prompts.encode(prompt, client) for prompt in prompts]
+    names = [model.tokenizer.names(each) for each in ids] if fields.return_token_strs else None
+    length = model.limits.context_length
+    if isinstance(fields.prompt, list):
+        return Tokenized(ids, [len(each) for each in ids], length, names)
+    return Tokenized(ids[0], len(ids[0]), length, names and names[0])
 
-    def __init__(
-        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
-    ) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
-        self._detokenize = BodyReader(
-            DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
-        )
 
-    async def tokenize(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._tokenize, self._tokenized)
-
-    async def detokenize(self, request: HttpRequest) -> web.Response:
-        return await self._endpoint.answered(request, self._detokenize, self._detokenized)
-
-    async def _tokenized(self, fields: TokenizeFields, client: Client) -> Tokenized:
-        prompts = _texts_or_conversation(fields)
-        ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
-        names = None
-        if fields.return_token_strs:
-            names = [self._model.tokenizer.names(each) for each in ids]
-        length = self._model.limits.context_length
-        if isinstance(fields.prompt, list):
-            return Tokenized(ids, [len(each) for each in ids], length, names)
-        return Tokenized(ids[0], len(ids[0]), length, names and names[0])
-
-    async def _detokenized(self, fields: DetokenizeFields, client: Client) -> Detokenized:
-        check_context(fields.tokens, self._model.limits, "tokens")
-        check_vocabulary(fields.tokens, self._model.limits, "tokens")
-        text = await self._model.tokenizer.decode_any(fields.tokens)
-        return Detokenized(text, text)
+async def detokenize(model: ServedModel, fields: DetokenizeFields, client: Client) -> Detokenized:
+    """Return the response of /detokenize."""
+    check_context(fields.tokens, model.limits, "tokens")
+    check_vocabulary(fields.tokens, model.limits, "tokens")
+    text = await model.tokenizer.decode_any(fields.tokens)
+    return Detokenized(text, text)
 
 
 def _texts_or_conversation(fields: TokenizeFields) -> Sequence[Prompt]:

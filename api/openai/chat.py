@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from api.dialect.bodies import BodyReader
 from api.dialect.fields import (
     Budget,
     GenerationFields,
@@ -16,7 +15,7 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
-from api.dialect.generation_endpoint import EndpointCall
+from api.dialect.generation_endpoint import Dialect, EndpointCall
 from api.dialect.ignored_fields import OF_CHATS
 from api.dialect.messages import (
     ContentPart,
@@ -26,7 +25,7 @@ from api.dialect.messages import (
     conversation,
     text_of,
 )
-from api.dialect.problems import OPENAI, invalid
+from api.dialect.problems import invalid
 from api.dialect.tools import chat_call, offered
 from api.openai.replies import (
     ChatLogprobs,
@@ -104,22 +103,22 @@ class ChatResponseWriter:
         returns_ids: token ids are returned.
     """
 
-    def __init__(self, index: int, listener: StreamParser, *, returns_ids: bool = False) -> None:
+    def __init__(self, index: int, parser: StreamParser, *, returns_ids: bool = False) -> None:
         self._index = index
-        self._listener = listener
+        self._parser = parser
         self._returns_ids = returns_ids
         self._states = ReturnedStates()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
-        first, last = not self._listener.begun, isinstance(piece, FinalChunk)
-        heard = self._listener.hear(piece.text, piece.marks, last=last)
+        first, last = not self._parser.begun, isinstance(piece, FinalChunk)
+        parsed = self._parser.parse(piece.text, piece.marks, last=last)
         returned = piece.tokens or self._returns_ids
         self._states.add(piece)
-        if not (heard or first or last or returned):  # no text can be sent yet
+        if not (parsed or first or last or returned):  # no text can be sent yet
             return None
-        chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
+        chunk = ChunkChoice(self._index, _delta(parsed, first), None, of_chat(piece.tokens))
         if isinstance(piece, FinalChunk):
-            chunk.finish_reason = _reason(self._listener, piece)
+            chunk.finish_reason = _reason(self._parser, piece)
             self._states.end(chunk, piece)
         if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
@@ -131,22 +130,22 @@ class ChatResponseWriter:
             marks += [len(text) + mark for mark in piece.marks]
             text += piece.text
             self._states.add(piece)
-        heard = self._listener.hear(text, marks, last=True)
+        parsed = self._parser.parse(text, marks, last=True)
         logprobs = of_chat([token for piece in pieces for token in piece.tokens])
-        reason = _reason(self._listener, last)
-        choice = ChatChoice(self._index, _answer(heard), reason, logprobs)
+        reason = _reason(self._parser, last)
+        choice = ChatChoice(self._index, _answer(parsed), reason, logprobs)
         self._states.end(choice, last)
         if self._returns_ids:
             choice.token_ids = generated_ids(pieces)
         return choice
 
 
-def _delta(heard: ParsedText, first: bool) -> Delta:
+def _delta(parsed: ParsedText, first: bool) -> Delta:
     return Delta(
         "assistant" if first else None,
-        heard.content or ("" if first and not heard else None),
-        heard.reasoning or None,
-        [_delta_call(part) for part in heard.calls] or None,
+        parsed.content or ("" if first and not parsed else None),
+        parsed.reasoning or None,
+        [_delta_call(part) for part in parsed.calls] or None,
     )
 
 
@@ -156,25 +155,25 @@ def _delta_call(part: CallPart) -> DeltaCall:
     return DeltaCall(part.index, DeltaFunction(part.name, part.arguments), part.id, "function")
 
 
-def _answer(heard: ParsedText) -> ResponseMessage:
+def _answer(parsed: ParsedText) -> ResponseMessage:
     calls = [
         ResponseToolCall(part.id, ResponseFunction(part.name, part.arguments))
-        for part in heard.calls
+        for part in parsed.calls
     ]
     return ResponseMessage(
-        heard.content if heard.content or not heard else None,
-        reasoning_content=heard.reasoning or msgspec.UNSET,
+        parsed.content if parsed.content or not parsed else None,
+        reasoning_content=parsed.reasoning or msgspec.UNSET,
         tool_calls=calls or msgspec.UNSET,
     )
 
 
-def _reason(listener: StreamParser, last: FinalChunk) -> str:
+def _reason(parser: StreamParser, last: FinalChunk) -> str:
     """Return the finish reason.
 
     A truncated response is reported as truncated even if it has tool calls.
     """
     stopped = last.finish_reason == "stop"
-    return "tool_calls" if stopped and listener.has_called else last.finish_reason
+    return "tool_calls" if stopped and parser.has_called else last.finish_reason
 
 
 class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -200,68 +199,56 @@ class ChatFields(GenerationFields, kw_only=True):
     prediction: PredictionFields | None = None
 
 
-class ChatEndpoint:
-    """The ApiDialect of /v1/chat/completions."""
+def _call(
+    fields: ChatFields, num_bytes: int, model_format: ModelFormat, ignored: list[str]
+) -> EndpointCall:
+    if fields.reasoning_effort and not model_format.takes_effort:
+        fields.reasoning_effort = None
+        ignored.append("reasoning_effort")
+    check_multiplied(fields, num_bytes)
+    offer = offered(
+        fields.tools or (),
+        fields.tool_choice,
+        model_format,
+        parallel=fields.parallel_tool_calls,
+    )
+    max_tokens, max_tokens_field = _one_of(fields, "max_completion_tokens", "max_tokens")
+    budget, _ = _one_of(fields, "thinking_token_budget", "thinking_budget")
+    call = chat_call(
+        fields,
+        conversation(fields, fields.messages, offer.shown),
+        samplings(fields, max_tokens, logprobs=_logprobs(fields), thinking_budget=budget),
+        offer,
+        model_format,
+        form_field=form_field(fields),
+        max_tokens_field=max_tokens_field,
+        prediction=_prediction(fields.prediction),
+        reasons=fields.include_reasoning is not False,
+    )
+    returns_ids = bool(fields.return_token_ids)
+    num = len(call.requests)
+    collector = ChoiceCollector(
+        whole_object="chat.completion",
+        chunk_object="chat.completion.chunk",
+        num=num,
+        num_per_prompt=num,
+        stream=bool(fields.stream),
+        include_usage=includes_usage(fields),
+        writer=lambda index: ChatResponseWriter(index, call.parser(), returns_ids=returns_ids),
+        returns_prompt_ids=returns_ids,
+    )
+    return EndpointCall(
+        fields.model,
+        call.requests,
+        collector.content,
+        collector.stream,
+        session_of(fields),
+        fields.lora_path,
+        call.form,
+    )
 
-    id_prefix = "chatcmpl-"
-    words = OPENAI
 
-    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
-        self._speech = speech
-        self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
-        self.field_names = self._reader.names
-
-    def read(self, body: bytes) -> EndpointCall:
-        ignored: list[str] = []
-        fields = self._reader.read(body, ignored)
-        if fields.reasoning_effort and not self._speech.takes_effort:
-            fields.reasoning_effort = None
-            ignored.append("reasoning_effort")
-        check_multiplied(fields, body)
-        offer = offered(
-            fields.tools or (),
-            fields.tool_choice,
-            self._speech,
-            parallel=fields.parallel_tool_calls,
-        )
-        max_tokens, max_tokens_field = _one_of(fields, "max_completion_tokens", "max_tokens")
-        call = chat_call(
-            fields,
-            conversation(fields, fields.messages, offer.shown),
-            samplings(
-                fields,
-                max_tokens,
-                logprobs=_logprobs(fields),
-                thinking_budget=_thinking_budget(fields),
-            ),
-            offer,
-            self._speech,
-            form_field=form_field(fields),
-            max_tokens_field=max_tokens_field,
-            prediction=_prediction(fields.prediction),
-            reasons=fields.include_reasoning is not False,
-        )
-        returns_ids = bool(fields.return_token_ids)
-        num = len(call.requests)
-        collector = ChoiceCollector(
-            whole_object="chat.completion",
-            chunk_object="chat.completion.chunk",
-            num=num,
-            num_per_prompt=num,
-            stream=bool(fields.stream),
-            include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, call.listen(), returns_ids=returns_ids),
-            returns_prompt_ids=returns_ids,
-        )
-        return EndpointCall(
-            fields.model,
-            call.requests,
-            session_of(fields.prompt_cache_key, fields.user),
-            collector.reply,
-            fields.lora_path,
-            call.form,
-            ignored,
-        )
+CHAT = Dialect("chatcmpl-", ChatFields, OF_CHATS, _call)
 
 
 def _prediction(fields: PredictionFields | None) -> PredictionPrompt | None:
@@ -276,12 +263,6 @@ def _logprobs(fields: ChatFields) -> int:
     if fields.top_logprobs:
         raise invalid("top_logprobs", "requires logprobs: set both")
     return -1
-
-
-def _thinking_budget(fields: ChatFields) -> int:
-    """Return the thinking budget as in SamplingParams."""
-    budget, _ = _one_of(fields, "thinking_token_budget", "thinking_budget")
-    return -1 if budget is None else budget
 
 
 def _one_of(fields: ChatFields, name: str, other: str) -> tuple[int | None, str]:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-from api.dialect.bodies import BodyReader
 from api.dialect.fields import (
     GenerationFields,
     TextOrTokens,
@@ -18,9 +17,9 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
-from api.dialect.generation_endpoint import EndpointCall
+from api.dialect.generation_endpoint import Dialect, EndpointCall
 from api.dialect.ignored_fields import OF_COMPLETIONS
-from api.dialect.problems import OPENAI, invalid
+from api.dialect.problems import invalid
 from api.openai.replies import (
     ChoiceCollector,
     ChoiceEnd,
@@ -31,6 +30,7 @@ from api.openai.replies import (
     generated_ids,
     prompt_ids,
 )
+from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
@@ -113,69 +113,62 @@ def _text(pieces: Sequence[OutputChunk]) -> str:
     return "".join((piece.prompt.text if piece.prompt else "") + piece.text for piece in pieces)
 
 
-class CompletionsEndpoint:
-    """The ApiDialect of /v1/completions."""
+def _call(
+    fields: CompletionFields, num_bytes: int, model_format: ModelFormat, ignored: list[str]
+) -> EndpointCall:
+    best_of = _best_of(fields)
+    check_multiplied(fields, num_bytes, best_of)
+    max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    echo = bool(fields.echo)
+    silent = echo and max_tokens == 0
+    logprobs = -1 if fields.logprobs is None else fields.logprobs
+    per_prompt = samplings(
+        fields,
+        1 if silent else max_tokens,
+        logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
+        prompt_logprobs=logprobs if echo else -1,
+        prompt_logprobs_start=fields.prompt_logprobs_start or 0,
+        best_of=best_of,
+    )
+    prompts = prompts_of("prompt", fields.prompt)
+    if len(prompts) * len(per_prompt) > MAX_CHOICES:
+        count = f"{'best_of' if best_of > 1 else 'n'} = {len(per_prompt)}"
+        problem = f": {len(prompts)} prompts with {count} are more than {MAX_CHOICES} choices"
+        raise invalid("prompt", problem)
+    wanted = choices(
+        fields,
+        prompts,
+        per_prompt,
+        max_tokens_field="" if fields.max_tokens is None else "max_tokens",
+        echo=echo,
+        silent=silent,
+    )
+    collector = ChoiceCollector(
+        whole_object="text_completion",
+        chunk_object="text_completion",
+        num=len(wanted),
+        num_per_prompt=len(per_prompt),
+        stream=bool(fields.stream),
+        include_usage=includes_usage(fields),
+        writer=partial(
+            CompletionResponseWriter,
+            returns_logprobs=logprobs >= 0,
+            returns_ids=bool(fields.return_token_ids),
+        ),
+        num_kept=fields.n or 1,
+    )
+    return EndpointCall(
+        fields.model,
+        wanted,
+        collector.content,
+        collector.stream,
+        session_of(fields),
+        fields.lora_path,
+        form_field(fields),
+    )
 
-    id_prefix = "cmpl-"
-    words = OPENAI
 
-    def __init__(self, *, ignore_unknown: bool) -> None:
-        self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
-        self.field_names = self._reader.names
-
-    def read(self, body: bytes) -> EndpointCall:
-        ignored: list[str] = []
-        fields = self._reader.read(body, ignored)
-        best_of = _best_of(fields)
-        check_multiplied(fields, body, best_of)
-        max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        echo = bool(fields.echo)
-        silent = echo and max_tokens == 0
-        logprobs = -1 if fields.logprobs is None else fields.logprobs
-        per_prompt = samplings(
-            fields,
-            1 if silent else max_tokens,
-            logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
-            prompt_logprobs=logprobs if echo else -1,
-            prompt_logprobs_start=fields.prompt_logprobs_start or 0,
-            best_of=best_of,
-        )
-        prompts = prompts_of("prompt", fields.prompt)
-        if len(prompts) * len(per_prompt) > MAX_CHOICES:
-            count = f"{'best_of' if best_of > 1 else 'n'} = {len(per_prompt)}"
-            problem = f": {len(prompts)} prompts with {count} are more than {MAX_CHOICES} choices"
-            raise invalid("prompt", problem)
-        wanted = choices(
-            fields,
-            prompts,
-            per_prompt,
-            max_tokens_field="" if fields.max_tokens is None else "max_tokens",
-            echo=echo,
-            silent=silent,
-        )
-        collector = ChoiceCollector(
-            whole_object="text_completion",
-            chunk_object="text_completion",
-            num=len(wanted),
-            num_per_prompt=len(per_prompt),
-            stream=bool(fields.stream),
-            include_usage=includes_usage(fields),
-            voice=partial(
-                CompletionResponseWriter,
-                returns_logprobs=logprobs >= 0,
-                returns_ids=bool(fields.return_token_ids),
-            ),
-            num_kept=fields.n or 1,
-        )
-        return EndpointCall(
-            fields.model,
-            wanted,
-            session_of(fields.prompt_cache_key, fields.user),
-            collector.reply,
-            fields.lora_path,
-            form_field(fields),
-            ignored,
-        )
+COMPLETIONS = Dialect("cmpl-", CompletionFields, OF_COMPLETIONS, _call)
 
 
 def _best_of(fields: CompletionFields) -> int:

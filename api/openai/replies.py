@@ -7,14 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from api.dialect.generation_endpoint import (
-    DONE,
-    EndpointReply,
-    RequestOrigin,
-    StreamedReply,
-    WholeReply,
-)
-from api.http.messages import Headers, HttpRequest
+from api.dialect.generation_endpoint import DONE, RequestOrigin, ResponseContent, encode
 from api.requests.answer import (
     CollectedExperts,
     FinalChunk,
@@ -30,7 +23,6 @@ from router.token_buffer import UNKNOWN_VERSION, ModelVersion
 StopReason: TypeAlias = str | int | msgspec.UnsetType
 HiddenState: TypeAlias = list[float] | msgspec.UnsetType
 TokenIds: TypeAlias = list[int] | msgspec.UnsetType
-_encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -107,7 +99,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     """Format of the choices of one request.
 
     Attributes:
-        voice: returns the writer of the choice with this index.
+        writer: returns the writer of the choice with this index.
         returns_prompt_ids: the response has the prompt's token ids, from its first choice.
     """
 
@@ -117,19 +109,15 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     num_per_prompt: int  # choices of one prompt, which are adjacent
     stream: bool
     include_usage: bool
-    voice: Callable[[int], ResponseWriter]
+    writer: Callable[[int], ResponseWriter]
     num_kept: int = 0  # best choices of a prompt to return in a whole response. 0: all
     returns_prompt_ids: bool = False
 
-    def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-        if not self.stream:
-            response = _Response(self, origin)
-            return WholeReply(response.add, response.body, headers)
-        chunks = _Chunks(self, origin)
-        return StreamedReply(chunks.event, chunks.end, self.num, request, headers)
+    def content(self, origin: RequestOrigin) -> ResponseContent:
+        return _Chunks(self, origin) if self.stream else _Response(self, origin)
 
 
-class _Response:
+class _Response(ResponseContent):
     """The whole response with all choices, as one JSON object."""
 
     def __init__(self, choices: ChoiceCollector, origin: RequestOrigin) -> None:
@@ -138,14 +126,15 @@ class _Response:
         self._pieces: list[list[OutputChunk]] = [[] for _ in range(choices.num)]
         self._ends: dict[int, FinalChunk] = {}
 
-    def add(self, index: int, piece: OutputChunk) -> None:
+    def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
         self._pieces[index].append(piece)
         if isinstance(piece, FinalChunk):
             self._ends[index] = piece
+        return b""
 
-    def body(self) -> bytes:
+    def end(self) -> bytes:
         choices = [
-            self._choices.voice(index).choice(self._pieces[place], self._ends[place])
+            self._choices.writer(index).choice(self._pieces[place], self._ends[place])
             for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
@@ -153,7 +142,7 @@ class _Response:
         envelope = _envelope(self._origin, self._choices.whole_object, choices, version, usage)
         if self._choices.returns_prompt_ids:
             envelope.prompt_token_ids = prompt_ids(self._pieces[0][0])
-        return _encode(envelope)
+        return encode(envelope)
 
     def _kept(self) -> Iterator[int]:
         """Yield the indices of the choices to return, the best first for each prompt."""
@@ -171,12 +160,12 @@ class _Response:
         return sum(token.logprob or 0.0 for token in tokens) / max(len(tokens), 1)
 
 
-class _Chunks:
+class _Chunks(ResponseContent):
     """The events of a streamed response: one for each batch of tokens, and [DONE] at the end."""
 
     def __init__(self, choices: ChoiceCollector, origin: RequestOrigin) -> None:
         self._choices = choices
-        self._voices = [choices.voice(index) for index in range(choices.num)]
+        self._writers = [choices.writer(index) for index in range(choices.num)]
         self._origin = origin
         # If usage is requested, every chunk has the field, and only the last one has a value. All
         # other events consist of this text around their choice.
@@ -195,10 +184,10 @@ class _Chunks:
         kind = self._choices.chunk_object
         return _event(_envelope(self._origin, kind, choices, self._version, usage))
 
-    def event(self, index: int, piece: OutputChunk) -> bytes:
+    def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
         if isinstance(piece, FinalChunk):
             self._ends[index] = piece
-        chunk = self._voices[index].chunk(piece)
+        chunk = self._writers[index].chunk(piece)
         if chunk is None:
             return b""
         if piece.version != self._version:
@@ -208,7 +197,7 @@ class _Chunks:
             first = _envelope(self._origin, kind, [chunk], self._version, self._usage)
             first.prompt_token_ids = prompt_ids(piece)
             return _event(first)
-        return b"%b%b]%b" % (self._before, _encode(chunk), self._after)
+        return b"%b%b]%b" % (self._before, encode(chunk), self._after)
 
     def end(self) -> bytes:
         if not self._choices.include_usage:
@@ -294,7 +283,7 @@ def _envelope(
 
 
 def _event(envelope: ResponseEnvelope) -> bytes:
-    return b"data: " + _encode(envelope) + b"\n\n"
+    return b"data: " + encode(envelope) + b"\n\n"
 
 
 def _usage(ends: dict[int, FinalChunk], num_per_prompt: int) -> OpenAiUsage:

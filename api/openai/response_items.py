@@ -4,174 +4,111 @@ An item is a message, a tool call or reasoning. One item at a time is open and g
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-
-from api.dialect.generation_endpoint import Event, RequestOrigin
+from api.dialect.generation_endpoint import Event, EventContent, RequestOrigin
 from api.dialect.problems import ApiError
 from api.openai.replies import fingerprint_fields
-from api.parsers.events import CallPart, ParsedText, StreamParser
+from api.parsers.events import ParsedText, StreamParser
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 
 
-class TextPart(msgspec.Struct):
-    text: str = ""
-    type: str = "output_text"
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+class _ItemKind(NamedTuple):
+    """A kind of item with text in one content part.
+
+    Attributes:
+        fields: fields of the item that do not change.
+        part: the part, without its text. Its type is in the names of events.
+        beside: further fields of events with text.
+    """
+
+    id_prefix: str
+    fields: Mapping[str, Any]
+    part: Mapping[str, Any]
+    beside: Mapping[str, Any]
 
 
-class ReasoningPart(msgspec.Struct):
-    text: str = ""
-    type: str = "reasoning_text"
-
-
-class MessageItem(msgspec.Struct):
-    id: str
-    content: list[TextPart]
-    status: str = "in_progress"
-    role: str = "assistant"
-    type: str = "message"
-
-
-class ReasoningItem(msgspec.Struct):
-    id: str
-    content: list[ReasoningPart]
-    status: str = "in_progress"
-    summary: tuple[()] = ()
-    type: str = "reasoning"
-
-
-class CallItem(msgspec.Struct):
-    id: str
-    call_id: str
-    name: str
-    arguments: str = ""
-    status: str = "in_progress"
-    type: str = "function_call"
-
-
-Item = MessageItem | ReasoningItem | CallItem
-
-
-class _Text:
-    """A message or reasoning: both have one part, which is text."""
-
-    def __init__(
-        self, index: int, item: MessageItem | ReasoningItem, part: TextPart | ReasoningPart
-    ) -> None:
-        self.kind = item.type
-        self._index = index
-        self._item = item
-        self._part = part
-        self._said: list[str] = []
-        self._place = {"item_id": item.id, "output_index": index, "content_index": 0}
-        self._beside = {"logprobs": ()} if item.type == "message" else {}
-
-    def begun(self) -> Iterator[Event]:
-        item = msgspec.structs.replace(self._item, content=[])
-        yield _event("output_item.added", output_index=self._index, item=item)
-        yield _event("content_part.added", **self._place, part=self._part)
-
-    def more(self, text: str) -> Iterator[Event]:
-        self._said.append(text)
-        yield _event(f"{self._part.type}.delta", **self._place, delta=text, **self._beside)
-
-    def ended(self, status: str) -> Iterator[Event]:
-        self._item.status = status
-        text = self._part.text = "".join(self._said)
-        yield _event(f"{self._part.type}.done", **self._place, text=text, **self._beside)
-        yield _event("content_part.done", **self._place, part=self._part)
-        yield _event("output_item.done", output_index=self._index, item=self._item)
-
-
-class _Call:
-    def __init__(self, index: int, item: CallItem) -> None:
-        self.kind = item.type
-        self._index = index
-        self._item = item
-        self._said: list[str] = []
-        self._place = {"item_id": item.id, "output_index": index}
-
-    def begun(self) -> Iterator[Event]:
-        yield _event("output_item.added", output_index=self._index, item=self._item)
-
-    def more(self, text: str) -> Iterator[Event]:
-        self._said.append(text)
-        yield _event("function_call_arguments.delta", **self._place, delta=text)
-
-    def ended(self, status: str) -> Iterator[Event]:
-        item = self._item
-        item.status = status
-        item.arguments = "".join(self._said)
-        yield _event(
-            "function_call_arguments.done",
-            **self._place,
-            name=item.name,
-            arguments=item.arguments,
-        )
-        yield _event("output_item.done", output_index=self._index, item=item)
+_KINDS: Mapping[str, _ItemKind] = {
+    "message": _ItemKind(
+        "msg",
+        {"role": "assistant"},
+        {"type": "output_text", "annotations": (), "logprobs": ()},
+        {"logprobs": ()},
+    ),
+    "reasoning": _ItemKind("rs", {"summary": ()}, {"type": "reasoning_text"}, {}),
+}
+_CALL, _ARGUMENTS = "function_call", "function_call_arguments"
 
 
 class ResponseOutput:
     """The output of one response. The caller must exhaust the iterators that methods return.
 
     An event is valid only when it is yielded, because its item changes later.
+
+    Attributes:
+        kind: type of the open item, "" if none is open.
     """
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
-        self._open: _Text | _Call | None = None
+        self.items: list[Event] = []
+        self.kind = ""
+        self._texts: list[str] = []  # of the open item
+        self._place: Mapping[str, Any] = {}  # of the open item, in its events
 
-    def add(self, heard: ParsedText) -> Iterator[Event]:
-        if heard.reasoning:
-            if self.kind != "reasoning":
-                thought = ReasoningPart()
-                reasoning = ReasoningItem(_new_id("rs"), [thought])
-                yield from self._begin(reasoning, _Text(len(self.items), reasoning, thought))
-            yield from self._more(heard.reasoning)
-        if heard.content:
-            if self.kind != "message":
-                part = TextPart()
-                message = MessageItem(_new_id("msg"), [part])
-                yield from self._begin(message, _Text(len(self.items), message, part))
-            yield from self._more(heard.content)
-        for call in heard.calls:
-            yield from self._add_call(call)
+    def add(self, parsed: ParsedText) -> Iterator[Event]:
+        for kind, text in (("reasoning", parsed.reasoning), ("message", parsed.content)):
+            if text:
+                if self.kind != kind:
+                    yield from self._begin_text(kind)
+                yield self._delta(_KINDS[kind].part["type"], text, **_KINDS[kind].beside)
+        for call in parsed.calls:
+            if call.id:
+                yield from self._begin(_CALL, "fc", call_id=call.id, name=call.name, arguments="")
+            if call.arguments:
+                yield self._delta(_ARGUMENTS, call.arguments)
 
     def end(self, *, whole: bool) -> Iterator[Event]:
         """End the output. `whole`: it is complete instead of truncated."""
         yield from self._close("completed" if whole else "incomplete")
 
-    def _add_call(self, part: CallPart) -> Iterator[Event]:
-        if part.id:
-            item = CallItem(_new_id("fc"), part.id, part.name)
-            yield from self._begin(item, _Call(len(self.items), item))
-        if part.arguments:
-            yield from self._more(part.arguments)
+    def _begin_text(self, kind: str) -> Iterator[Event]:
+        prefix, fields, part, _ = _KINDS[kind]
+        yield from self._begin(kind, prefix, content=(), **fields)
+        self._place = {**self._place, "content_index": 0}
+        yield _event("content_part.added", **self._place, part={**part, "text": ""})
 
-    @property
-    def kind(self) -> str:
-        """Return the type of the open item, "" if none is open."""
-        return "" if self._open is None else self._open.kind
-
-    def _begin(self, item: Item, growing: _Text | _Call) -> Iterator[Event]:
+    def _begin(self, kind: str, id_prefix: str, **fields: Any) -> Iterator[Event]:
         yield from self._close("completed")
+        item = {"id": _new_id(id_prefix), **fields, "status": "in_progress", "type": kind}
+        self._place = {"item_id": item["id"], "output_index": len(self.items)}
         self.items.append(item)
-        self._open = growing
-        yield from growing.begun()
+        self.kind = kind
+        yield _event("output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _more(self, text: str) -> Iterator[Event]:
-        assert self._open is not None
-        yield from self._open.more(text)
+    def _delta(self, name: str, text: str, **beside: Any) -> Event:
+        self._texts.append(text)
+        return _event(f"{name}.delta", **self._place, delta=text, **beside)
 
     def _close(self, status: str) -> Iterator[Event]:
-        growing, self._open = self._open, None
-        if growing is not None:
-            yield from growing.ended(status)
+        if not self.kind:
+            return
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        if self.kind == _CALL:
+            item["arguments"] = text
+            name = item["name"]
+            yield _event(f"{_ARGUMENTS}.done", **self._place, name=name, arguments=text)
+        else:
+            kind = _KINDS[self.kind]
+            part = {**kind.part, "text": text}
+            item["content"] = (part,)
+            yield _event(f"{part['type']}.done", **self._place, text=text, **kind.beside)
+            yield _event("content_part.done", **self._place, part=part)
+        self.kind = ""
+        self._texts.clear()
+        yield _event("output_item.done", output_index=len(self.items) - 1, item=item)
 
 
 def _event(kind: str, **fields: Any) -> Event:
@@ -192,24 +129,29 @@ _NOTHING_STORED = {
 }
 
 
-class ResponsesObject:
-    """The EventReply of one response."""
+class ResponsesObject(EventContent):
+    """One response."""
 
     def __init__(
-        self, origin: RequestOrigin, echoed: dict[str, Any], listener: StreamParser
+        self,
+        origin: RequestOrigin,
+        echoed: dict[str, Any],
+        parser: StreamParser,
+        *,
+        stream: bool,
     ) -> None:
+        super().__init__(stream=stream)
         self._origin = origin
         self._echoed = echoed
-        self._listener = listener
+        self._parser = parser
         self._output = ResponseOutput()
         self._num_thought = 0  # reasoning tokens
         self._numbers = count()  # sequence numbers of events
-        self.last: Event = {}  # the whole response, after it has ended
 
-    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+    def events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         return map(self._numbered, self._events(piece))
 
-    def failed(self, why: ApiError) -> Event:
+    def failure(self, why: ApiError) -> Event:
         event = {"type": "error", "code": why.code, "message": str(why), "param": why.param}
         return self._numbered(event)
 
@@ -217,11 +159,11 @@ class ResponsesObject:
         return {**event, "sequence_number": next(self._numbers)}
 
     def _events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        if not self._listener.begun:
+        if not self._parser.begun:
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}
         last = isinstance(piece, FinalChunk)
-        yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=last))
+        yield from self._output.add(self._parser.parse(piece.text, piece.marks, last=last))
         if isinstance(piece, FinalChunk):
             whole = piece.finish_reason == "stop"
             yield from self._output.end(whole=whole)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from api.dialect.bodies import BodyReader, Ignored, Nothing
+from api.dialect.bodies import Ignored, Nothing
 from api.dialect.fields import (
     Budget,
     GenerationFields,
@@ -17,12 +17,11 @@ from api.dialect.fields import (
     samplings,
     session_of,
 )
-from api.dialect.generation_endpoint import EndpointCall, EndpointReply, RequestOrigin, reply_of
+from api.dialect.generation_endpoint import Dialect, EndpointCall
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
-from api.dialect.problems import OPENAI, fields_of, invalid
+from api.dialect.problems import invalid
 from api.dialect.tools import chat_call, offered
-from api.http.messages import Headers, HttpRequest
 from api.images.picture import ImageInput
 from api.openai.response_items import ResponsesObject
 from api.parsers.model_format import ModelFormat
@@ -123,73 +122,61 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     priority: Int32 | None = None
 
 
-class ResponsesEndpoint:
-    """The ApiDialect of /v1/responses."""
+def _call(
+    fields: ResponseFields, num_bytes: int, model_format: ModelFormat, ignored: list[str]
+) -> EndpointCall:
+    effort = fields.reasoning.effort if fields.reasoning else None
+    if effort and not model_format.takes_effort:
+        effort = None
+        ignored.append("reasoning.effort")
+    if fields.text and fields.text.verbosity not in (None, "medium"):
+        ignored.append("text.verbosity")
+    common = GenerationFields(
+        response_format=_format(fields.text),
+        **{name: getattr(fields, name) for name in _SAME_NAMES},
+    )
+    check_multiplied(common, num_bytes)
+    offer = offered(
+        [_tool(each) for each in fields.tools or ()],
+        fields.tool_choice,
+        model_format,
+        parallel=fields.parallel_tool_calls,
+    )
+    max_tokens = fields.max_output_tokens
+    call = chat_call(
+        common,
+        ChatPrompt(turns(fields), offer.shown, fields.chat_template_kwargs or {}, effort),
+        samplings(common, max_tokens, thinking_budget=fields.thinking_token_budget),
+        offer,
+        model_format,
+        form_field="text.format" if common.response_format else "",
+        max_tokens_field="" if max_tokens is None else "max_output_tokens",
+    )
+    stream = bool(fields.stream)
+    return EndpointCall(
+        fields.model,
+        call.requests,
+        lambda origin: ResponsesObject(origin, _echoed(fields), call.parser(), stream=stream),
+        stream,
+        session_of(common),
+        form=call.form,
+    )
 
-    id_prefix = "resp_"
-    words = OPENAI
 
-    def __init__(self, speech: ModelFormat, *, ignore_unknown: bool) -> None:
-        self._speech = speech
-        self._reader = BodyReader(ResponseFields, OF_RESPONSES, ignore_unknown=ignore_unknown)
-        self.field_names = fields_of(
-            self._reader.names,
-            max_tokens="max_output_tokens",
-            messages="input",
-            reasoning_effort="reasoning.effort",
-        )
-
-    def read(self, body: bytes) -> EndpointCall:
-        ignored: list[str] = []
-        fields = self._reader.read(body, ignored)
-        effort = fields.reasoning.effort if fields.reasoning else None
-        if effort and not self._speech.takes_effort:
-            effort = None
-            ignored.append("reasoning.effort")
-        if fields.text and fields.text.verbosity not in (None, "medium"):
-            ignored.append("text.verbosity")
-        common = GenerationFields(
-            stream=fields.stream,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
-            top_k=fields.top_k,
-            min_p=fields.min_p,
-            seed=fields.seed,
-            stop=fields.stop,
-            cache_salt=fields.cache_salt,
-            priority=fields.priority,
-            response_format=_format(fields.text),
-        )
-        check_multiplied(common, body)
-        offer = offered(
-            [_tool(each) for each in fields.tools or ()],
-            fields.tool_choice,
-            self._speech,
-            parallel=fields.parallel_tool_calls,
-        )
-        budget, max_tokens = fields.thinking_token_budget, fields.max_output_tokens
-        call = chat_call(
-            common,
-            ChatPrompt(turns(fields), offer.shown, fields.chat_template_kwargs or {}, effort),
-            samplings(common, max_tokens, thinking_budget=-1 if budget is None else budget),
-            offer,
-            self._speech,
-            form_field="text.format" if common.response_format else "",
-            max_tokens_field="" if max_tokens is None else "max_output_tokens",
-        )
-
-        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            response = ResponsesObject(origin, _echoed(fields), call.listen())
-            return reply_of(response, bool(fields.stream), request, headers)
-
-        return EndpointCall(
-            fields.model,
-            call.requests,
-            session_of(fields.prompt_cache_key, fields.user),
-            reply,
-            form=call.form,
-            ignored=ignored,
-        )
+_SAME_NAMES = {*ResponseFields.__struct_fields__} & {*GenerationFields.__struct_fields__} - {
+    "stream_options"  # of another form
+}
+RESPONSES = Dialect(
+    "resp_",
+    ResponseFields,
+    OF_RESPONSES,
+    _call,
+    other_names={
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+    },
+)
 
 
 def turns(fields: ResponseFields) -> Sequence[ChatTurn]:

@@ -96,7 +96,7 @@ class StreamParser:
     def has_called(self) -> bool:
         return self._num_calls > 0
 
-    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
+    def parse(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
         """Return what more text adds to the response.
 
         Args:

@@ -183,7 +183,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         return lambda source: parse(source, tools)
 
 
-def speech_of(template: str, reasoning: str, tools: str) -> ModelFormat:
+def detect_format(template: str, reasoning: str, tools: str) -> ModelFormat:
     """Return a model's format of reasoning and tool calls.
 
     Args:

@@ -29,7 +29,7 @@ _SPACES = re.compile(r"\s*")
 
 
 class ParserSource:
-    """The text for one grammar. `heard` returns the events that the grammar has reported."""
+    """The text for one grammar. `parsed` returns the events that the grammar has reported."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
         self._tokens = tokens
@@ -60,7 +60,7 @@ class ParserSource:
     def end(self) -> None:
         self._ended = True
 
-    def heard(self) -> Sequence[Said]:
+    def parsed(self) -> Sequence[Said]:
         """Return the events reported since the last call."""
         said, self._said = self._said, []
         return said
@@ -269,4 +269,4 @@ class GrammarParser:
 
     def _heard(self) -> Sequence[Said]:
         self._reads = next(self._steps, self) is not self
-        return self._source.heard()
+        return self._source.parsed()

@@ -88,9 +88,8 @@ class PoolingEndpoint(Generic[F]):
             name_ignored(request, ignored)
             self._names.check_served(fields.model)
             client = self._begin(request, 1)
-            if client.usage is not None:
-                headers += client.usage.headers()
-            asker = PoolingCaller(
+            headers += client.usage.headers()
+            caller = PoolingCaller(
                 client,
                 label=label,
                 request_id=request_id,
@@ -98,7 +97,7 @@ class PoolingEndpoint(Generic[F]):
                 cache_salt=fields.cache_salt,
             )
             origin = RequestOrigin.now(self._id_prefix + request_id, self._names.served)
-            body = await self._answer(self._vectors, fields, asker, origin)
+            body = await self._answer(self._vectors, fields, caller, origin)
             return whole(200, body, headers=headers)
         except ApiError as refusal:
             self._metrics.rejected("invalid")
@@ -132,10 +131,10 @@ class EmbeddingList(msgspec.Struct):
 
 
 async def embeddings(
-    vectors: PoolingService, fields: EmbeddingFields, asker: PoolingCaller, origin: RequestOrigin
+    vectors: PoolingService, fields: EmbeddingFields, caller: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     """Return the response of /v1/embeddings."""
-    pooled = await vectors.embed(_prompts(fields), asker, fields.dimensions or 0)
+    pooled = await vectors.embed(_prompts(fields), caller, fields.dimensions or 0)
     return await _written(pooled, origin, as_text=fields.encoding_format == "base64")
 
 

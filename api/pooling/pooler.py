@@ -5,6 +5,7 @@ Prefill nodes compute them without decode nodes.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from api.auth.client import Client
 from api.generation import DeadlineScope, RequestLimiter, TimeBudget
@@ -73,8 +74,7 @@ class Pooler:
                     )
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
-                    if client.usage is not None:
-                        client.usage.prompts(num_tokens)
+                    client.usage.prompts(num_tokens)
                     record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
                     namespace = decide_namespace(caller.cache_salt, client.namespaces_of)
@@ -112,7 +112,7 @@ class Pooler:
             normalize=wanted.normalize,
             namespace=namespace,
         )
-        calls = [self._call(base, some, namespace, due) for some in _calls(prompts)]
+        calls = [partial(self._call, base, some, namespace, due) for some in _calls(prompts)]
         answers = await all_of(calls)
         return PoolingResult(
             vectors=[vector for answer in answers for vector in answer.vectors],

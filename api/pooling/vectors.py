@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -61,6 +61,8 @@ def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
     return YesNoReranker((yes, no))
 
 
+T = TypeVar("T")
+
 MAX_NUMBERS = 1 << 21  # numbers in one response: 8 MiB
 
 _POOLS: dict[Way, PoolingMode] = {
@@ -70,16 +72,11 @@ _POOLS: dict[Way, PoolingMode] = {
 }
 
 
-class Scores(msgspec.Struct, frozen=True):
-    scores: Sequence[float]
+class Scores(msgspec.Struct, Generic[T], frozen=True):
+    """Scores of the prompts, in order: a number each, or a number for each label."""
+
+    scores: Sequence[T]
     num_tokens: int  # of all prompts
-
-
-class LabelScores(msgspec.Struct, frozen=True):
-    """Scores of the labels for each prompt, in order."""
-
-    scores: Sequence[Sequence[float]]
-    num_tokens: int
 
 
 class PoolingService:
@@ -107,7 +104,7 @@ class PoolingService:
         self._has_nodes = has_nodes
 
     async def embed(
-        self, prompts: Sequence[PooledPrompt], asker: PoolingCaller, dimensions: int = 0
+        self, prompts: Sequence[PooledPrompt], caller: PoolingCaller, dimensions: int = 0
     ) -> PoolingResult:
         """Return embeddings, by default in the checkpoint's full length.
 
@@ -132,7 +129,7 @@ class PoolingService:
             dimensions=dimensions,
             normalize=self._files.normalize,
         )
-        pooled = await self._pooled(wanted, asker)
+        pooled = await self._pooled(wanted, caller)
         num_numbers = sum(map(len, pooled.vectors)) // 4
         if num_numbers > MAX_NUMBERS:
             raise InvalidRequest(
@@ -142,8 +139,8 @@ class PoolingService:
         return pooled
 
     async def score(
-        self, pairs: Sequence[tuple[str, str]], asker: PoolingCaller, task: str | None = None
-    ) -> Scores:
+        self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller, task: str | None = None
+    ) -> Scores[float]:
         """Return how well the texts of each pair match.
 
         The score is the output of a classification head with one class, or a reranker's probability
@@ -159,14 +156,14 @@ class PoolingService:
         if task and self._reranker is None:
             raise InvalidRequest("instruct is not supported by this model: include it in query")
         if self._files.classifies:
-            return await self._classified(pairs, asker)
+            return await self._classified(pairs, caller)
         if self._reranker is not None:
             prompts = [self._reranker.prompt(*pair, task) for pair in pairs]
             labels = self._reranker.labels
-            said = await self.label_scores(prompts, labels, asker, softmax=True)
+            said = await self.label_scores(prompts, labels, caller, softmax=True)
             return Scores([yes for yes, _ in said.scores], said.num_tokens)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        wanted = await self.embed([TextPrompt(text) for text in texts], asker)
+        wanted = await self.embed([TextPrompt(text) for text in texts], caller)
         found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))
         scores = [_cosine(found[one], found[other]) for one, other in pairs]
         return Scores(scores, sum(wanted.num_tokens))
@@ -175,10 +172,10 @@ class PoolingService:
         self,
         prompts: Sequence[PooledPrompt],
         tokens: Sequence[int],
-        asker: PoolingCaller,
+        caller: PoolingCaller,
         *,
         softmax: bool = False,
-    ) -> LabelScores:
+    ) -> Scores[Sequence[float]]:
         """Return the probability of each of these tokens as the next token of each prompt.
 
         Args:
@@ -188,25 +185,27 @@ class PoolingService:
             PoolingRequest(
                 prompts=prompts, pooling=PoolingParams(PoolingMode.TOKENS, tuple(tokens))
             ),
-            asker,
+            caller,
         )
         scores = []
         for vector in pooled.vectors:
             likely = [math.exp(each) for each in _floats(vector)[: len(tokens)]]
             total = sum(likely) if softmax else 1.0
             scores.append([each / total if total else 0.0 for each in likely])
-        return LabelScores(scores, sum(pooled.num_tokens))
+        return Scores(scores, sum(pooled.num_tokens))
 
-    async def _classified(self, pairs: Sequence[tuple[str, str]], asker: PoolingCaller) -> Scores:
+    async def _classified(
+        self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller
+    ) -> Scores[float]:
         prompts = [TextPairPrompt(*pair) for pair in pairs]
         wanted = PoolingRequest(prompts=prompts, pooling=PoolingParams(PoolingMode.LABELS))
-        pooled = await self._pooled(wanted, asker)
+        pooled = await self._pooled(wanted, caller)
         logits = list(map(_floats, pooled.vectors))
         if any(len(each) != 1 for each in logits):
             raise InvalidRequest(f"model: it has {len(logits[0])} classes and returns no score")
         return Scores([_sigmoid(each[0]) for each in logits], sum(pooled.num_tokens))
 
-    async def _pooled(self, wanted: PoolingRequest, asker: PoolingCaller) -> PoolingResult:
+    async def _pooled(self, wanted: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
         if not self._has_nodes:
             raise InvalidRequest(
                 "model: prefill nodes compute embeddings and scores, and this router has none"
@@ -215,7 +214,7 @@ class PoolingService:
             raise InvalidRequest(
                 f"input has {len(wanted.prompts)} texts, 1 to {MAX_PROMPTS} allowed"
             )
-        return await self._pooler.pool(wanted, asker)
+        return await self._pooler.pool(wanted, caller)
 
 
 def _floats(vector: bytes) -> Sequence[float]:

@@ -14,13 +14,13 @@ from api.admin.router_state import (
     METRICS_PATH,
     ClusterEndpoint,
     ClusterReport,
-    MergedMetricsEndpoint,
     MergedState,
-    MetricsEndpoint,
     ModelReport,
+    merged_metrics_endpoint,
+    metrics_endpoint,
     metrics_handlers,
 )
-from api.grpc.service import AdminService
+from api.grpc.service import Method, admin_methods, model_methods
 from api.http.messages import Handler
 from api.program.nodes import ModelPool, Pools, RouterBase
 from api.requests.served_model import ByModel
@@ -37,13 +37,13 @@ class AdminParts:
     """The parts of a router that serve operators.
 
     Attributes:
-        service: methods of the gRPC service.
+        methods: methods of the gRPC service by name.
         paths: HTTP handlers by path and method.
         paths_below: the same for all paths that begin with a key.
         recent: counts of recent requests. The caller runs it.
     """
 
-    service: AdminService
+    methods: Mapping[str, Method]
     paths: Mapping[str, Mapping[str, Handler]]
     paths_below: Mapping[str, Mapping[str, Handler]]
     recent: RecentRequests
@@ -86,20 +86,20 @@ def make_admin(
         }
     )
     engines = ByModel({name: EngineCalls(pool.state) for name, pool in pools.items()})
-    metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
+    of_models = model_methods(engines, adapters)
+    metrics = merged_metrics_endpoint(keeper) if shared else metrics_endpoint(registry)
     others.handlers.update(metrics_handlers(registry))
     return AdminParts(
-        AdminService(
+        admin_methods(
             report,
             explainer,
-            adapters,
-            engines,
+            of_models,
             MigrationService([pool.cluster for pool in pools.values()], others),
             ByModel(plans),
             shared_drain(keeper) if shared else local_drain(on_drain),
         ),
         {
-            **commands.routes(engines, adapters),
+            **commands.routes(of_models),
             "/cluster": {"GET": ClusterEndpoint(report)},
             requests_endpoint.PATH: {"GET": listed.all},
             METRICS_PATH: {"GET": metrics},

@@ -5,10 +5,9 @@ Runs the parts, and stops them in an order that lets requests finish.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -18,8 +17,8 @@ from api.generation import RequestLimiter
 from api.grpc.inference import InferenceService
 from api.grpc.service import (
     ROUTER_SERVICE,
-    AdminService,
     CallerResolver,
+    Method,
     add_router_service,
 )
 from api.http.acceptor import HttpContext, HttpLimits
@@ -37,6 +36,7 @@ from common.config import RouterConfig
 from common.logs import kv
 from common.metrics.serving import served as served_metrics
 from common.process.resources import keep_trimming
+from common.process.waiting import first_of
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics, registry_of_models
 from router.workers import ProcessSlot, alone, other_processes, serving_handlers
@@ -62,7 +62,7 @@ class GrpcServer:
 
 
 def make_grpc(
-    base: RouterBase, pools: Pools, admin: AdminService, *, shares_port: bool
+    base: RouterBase, pools: Pools, admin: Mapping[str, Method], *, shares_port: bool
 ) -> GrpcServer:
     """Make the gRPC server. Raise ConfigError if its port is taken."""
     config, guard = base.config, base.clients.guard
@@ -71,7 +71,7 @@ def make_grpc(
     server = rpc.make_server(shares_port=shares_port, max_message_bytes=message_bytes)
     inference = {
         name: InferenceService(
-            guard, pool.answers, pool.vectors, pool.model, budget_s=config.request_timeout_s
+            guard, pool.idempotency, pool.vectors, pool.model, budget_s=config.request_timeout_s
         )
         for name, pool in pools.items()
     }
@@ -163,15 +163,15 @@ class RunningRouter:
                 each.leave()
             self.http.stop_listening()
             stopping = asyncio.create_task(rpc.stop(self.grpc.server, longest_s))
-            await _first_of(self._all_is_served(), hurry.wait(), longest_s)
+            await first_of(self._all_is_served(), hurry.wait(), longest_s=longest_s)
             stopping.cancel()
         for each in limiters:
             each.close()
         self.http.drain()
-        await _first_of(self._none_live(), hurry.wait(), longest_s)
+        await first_of(self._none_live(), hurry.wait(), longest_s=longest_s)
         for task in self.following:
             task.cancel()  # requests end with the stream of their node
-        await _first_of(self._none_live(), hurry.wait(), _LAST_WORDS_S)
+        await first_of(self._none_live(), hurry.wait(), longest_s=_LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
         """Wait for requests and connections: a request is not live while it is received."""
@@ -219,7 +219,7 @@ async def run_router(
         keeper = await opened.enter_async_context(other_processes(place.keeper))
         registry = _registry(base, pools)
         admin = make_admin(base, pools, registry, place, others, keeper, on_drain)
-        grpc = make_grpc(base, pools, admin.service, shares_port=place.is_shared)
+        grpc = make_grpc(base, pools, admin.methods, shares_port=place.is_shared)
         metrics_port = await _serve_health_and_metrics(base, registry, grpc, opened)
         http = make_http(base, pools, admin)
         await opened.enter_async_context(serving_handlers(place, others.handlers))
@@ -233,22 +233,39 @@ async def run_router(
         opened.push_async_callback(http.stop, _LAST_WORDS_S)
         await grpc.server.start()
         _log_start(base, pools, grpc, http_port, metrics_port)
-        async with asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(_followed(each)) for each in begun]
+        async with _background(base, pools, admin, grpc, begun) as (following, readiness):
+            yield RunningRouter(base, pools, grpc, http, http_port, following, readiness)
 
-            async def update_health() -> None:
-                await _report_health(grpc, {name: pool.ready for name, pool in pools.items()})
 
-            readiness = [tasks.create_task(pool.report_readiness(update_health)) for pool in made]
-            keys = tasks.create_task(base.clients.keep_up())
-            trimming = tasks.create_task(keep_trimming())
-            sampling = tasks.create_task(admin.recent.run())
-            try:
-                yield RunningRouter(base, pools, grpc, http, http_port, following, readiness)
-            finally:
-                for task in (*readiness, *following, keys, trimming, sampling):
-                    task.cancel()
-                await rpc.stop(grpc.server, _LAST_WORDS_S)
+@asynccontextmanager
+async def _background(
+    base: RouterBase,
+    pools: Pools,
+    admin: AdminParts,
+    grpc: GrpcServer,
+    begun: Sequence[asyncio.Task[None]],
+) -> AsyncIterator[tuple[Sequence[asyncio.Task[None]], Sequence[asyncio.Task[None]]]]:
+    """Run the router's background tasks, and stop the gRPC server at the end.
+
+    Yields the tasks that follow the nodes' streams, and those that report the readiness.
+    """
+
+    async def update_health() -> None:
+        await _report_health(grpc, {name: pool.ready for name, pool in pools.items()})
+
+    async with asyncio.TaskGroup() as tasks:
+        following = [tasks.create_task(_followed(each)) for each in begun]
+        readiness = [
+            tasks.create_task(pool.report_readiness(update_health)) for pool in pools.values()
+        ]
+        others = base.clients.keep_up(), keep_trimming(), admin.recent.run()
+        running = [*readiness, *following, *map(tasks.create_task, others)]
+        try:
+            yield following, readiness
+        finally:
+            for task in running:
+                task.cancel()
+            await rpc.stop(grpc.server, _LAST_WORDS_S)
 
 
 def _registry(base: RouterBase, pools: Pools) -> CollectorRegistry:
@@ -319,12 +336,3 @@ async def _end(begun: Sequence[asyncio.Task[None]]) -> None:
     for task in begun:
         task.cancel()
     await asyncio.wait(begun)
-
-
-async def _first_of(
-    one: Coroutine[Any, Any, object], other: Coroutine[Any, Any, object], longest_s: float
-) -> None:
-    waits = {asyncio.create_task(one), asyncio.create_task(other)}
-    _, pending = await asyncio.wait(waits, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-    for wait in pending:
-        wait.cancel()

@@ -12,21 +12,20 @@ from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 
-from api.auth.guard import ApiKeyGuard, ApiKeys, IsOperator, OperatorCheck
+from api.auth.guard import ApiKeyGuard, ApiKeys, OperatorCheck
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, PriorityLimits, RequestLimiter, TimeBudget
 from api.http_checks import AllowedHosts, Cors
+from api.idempotency import MAX_BYTES, IdempotencyCache
 from api.pooling.pooler import Pooler
 from api.pooling.vectors import PoolingService, qwen3
-from api.requests.idempotency import MAX_BYTES, IdempotencyCache
 from api.requests.served_model import ServedModel, served_model
 from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig
 from common.identity import program
-from common.identity.guard import AuthRejection
 from common.identity.program import identity_of, is_loopback
-from common.identity.secret import SecretStore, keyrings
+from common.identity.secret import keyrings
 from common.logs import kv
 from common.metrics.program import TrustMetrics
 from common.tracing import context
@@ -40,7 +39,7 @@ from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
 from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import USE_PREFIX_INDEX, make_policy
-from router.policy.prefix_index import CacheWatch, PrefixHints, PrefixIndex
+from router.policy.prefix_index import CacheWatch, PrefixIndex
 from router.record import RequestRecords
 
 log = logging.getLogger(__name__)
@@ -84,31 +83,15 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     return Clients(
         guard=ApiKeyGuard(
             keyring,
-            _is_operator(held),
+            None if held is None else OperatorCheck(held),
             metrics,
             operators_prove=not (here_only or config.server.insecure),
-            has_secret=held is not None,
         ),
         keyring=keyring,
         hosts=AllowedHosts(host, config.clients.allowed_hosts),
         cors=Cors(config.clients.cors_origins),
         has_secret=held is not None,
     )
-
-
-def _is_operator(held: SecretStore | None) -> IsOperator:
-    if held is None:
-        return lambda shown: False
-    operator = OperatorCheck(held)
-
-    def is_operator(shown: str) -> bool:
-        try:
-            operator.check(shown)
-        except AuthRejection:
-            return False
-        return True
-
-    return is_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +173,7 @@ class ModelPool:
     pooling: PoolingNodes
     membership: Membership
     changed: asyncio.Event
-    answers: IdempotencyCache
+    idempotency: IdempotencyCache
     vectors: PoolingService
     names: ModelNames
 
@@ -274,7 +257,7 @@ async def make_pool(
         reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
         has_nodes=bool(config.prefill),
     )
-    answers = IdempotencyCache(
+    idempotency = IdempotencyCache(
         _dispatcher(config, model, nodes.cluster, admission, records),
         keep_s=config.idempotency_ttl_s,
         max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
@@ -283,7 +266,7 @@ async def make_pool(
     return ModelPool(
         *(name, config, model, metrics, records, admission, *nodes),
         changed=changed,
-        answers=answers,
+        idempotency=idempotency,
         vectors=vectors,
         names=names,
     )
@@ -353,7 +336,7 @@ async def _make_nodes(
     state.on_reports.append(metrics.nodes)
     policy = make_policy(config.policy, load, backlogs, prefixes)
     cluster = Cluster(
-        *(state, policy, load, backlogs, PrefixHints(prefixes), changed.set, served),
+        *(state, policy, load, backlogs, prefixes, changed.set, served),
         fingerprint_change=config.fingerprint_change,
     )
     pooling = PoolingNodes(

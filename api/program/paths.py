@@ -9,19 +9,39 @@ import msgspec
 from aiohttp import web
 
 from api import openapi
-from api.anthropic.messages import CountTokens, MessagesEndpoint
+from api.anthropic.fields import CountTokensFields
+from api.anthropic.messages import MESSAGES, count_tokens
 from api.dialect import problems
 from api.dialect.bodies import BodyReader
-from api.dialect.generation_endpoint import ApiDialect, Begin, GenerationEndpoint, PromptEndpoint
-from api.dialect.ignored_fields import IgnoredFields, only
+from api.dialect.generation_endpoint import (
+    Begin,
+    Dialect,
+    DialectReader,
+    GenerationEndpoint,
+    PromptAnswer,
+    PromptEndpoint,
+)
+from api.dialect.ignored_fields import (
+    OF_COUNTED,
+    OF_DETOKENIZE,
+    OF_TOKENIZE,
+    IgnoredFields,
+    only,
+)
 from api.dialect.models import AllModelNames, EndpointByModel, ListedModel
-from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
+from api.dialect.problems import ANTHROPIC, OPENAI, ApiError, Words
 from api.http.messages import Handler, HttpRequest, HttpRoutes, whole
-from api.native.generate import NativeEndpoint, TokenizeEndpoint
-from api.openai.chat import ChatEndpoint
-from api.openai.completions import CompletionsEndpoint
-from api.openai.responses import ResponsesEndpoint
-from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
+from api.native.generate import (
+    NATIVE,
+    DetokenizeFields,
+    TokenizeFields,
+    detokenize,
+    tokenize,
+)
+from api.openai.chat import CHAT
+from api.openai.completions import COMPLETIONS
+from api.openai.responses import RESPONSES
+from api.pooling.endpoint import EmbeddingFields, PoolingAnswer, PoolingEndpoint, embeddings
 from api.pooling.scores import RerankFields, ScoreFields, rerank, score
 from api.program.nodes import ModelPool, Pools
 from common import VERSION
@@ -60,6 +80,13 @@ OF_RERANK: Mapping[str, IgnoredFields] = {
 
 
 MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
+DIALECTS: Mapping[str, Dialect[Any]] = {
+    "/v1/completions": COMPLETIONS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    MESSAGES_PATH: MESSAGES,
+    "/generate": NATIVE,
+}
 
 
 class AdminOperations:
@@ -202,55 +229,55 @@ def _of_model(pool: ModelPool, begin: Begin) -> MethodsByPath:
 
 
 def _generation(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown, speech = pool.config.ignore_unknown_fields, pool.model.speech
-    dialects: Mapping[str, ApiDialect] = {
-        "/v1/completions": CompletionsEndpoint(ignore_unknown=ignore_unknown),
-        "/v1/chat/completions": ChatEndpoint(speech, ignore_unknown=ignore_unknown),
-        "/v1/responses": ResponsesEndpoint(speech, ignore_unknown=ignore_unknown),
-        MESSAGES_PATH: MessagesEndpoint(speech, ignore_unknown=ignore_unknown),
-        "/generate": NativeEndpoint(ignore_unknown=ignore_unknown),
-    }
+    ignore_unknown, model_format = pool.config.ignore_unknown_fields, pool.model.model_format
     return {
-        path: GenerationEndpoint(dialect, pool.answers, pool.metrics, begin, names=pool.names)
-        for path, dialect in dialects.items()
+        path: GenerationEndpoint(
+            DialectReader(dialect, model_format, ignore_unknown=ignore_unknown),
+            pool.idempotency,
+            pool.metrics,
+            begin,
+            names=pool.names,
+        )
+        for path, dialect in DIALECTS.items()
     }
+
+
+_PROMPTS: Mapping[str, tuple[Any, Mapping[str, IgnoredFields], PromptAnswer[Any], Words]] = {
+    f"{MESSAGES_PATH}/count_tokens": (CountTokensFields, OF_COUNTED, count_tokens, ANTHROPIC),
+    "/tokenize": (TokenizeFields, OF_TOKENIZE, tokenize, OPENAI),
+    "/detokenize": (DetokenizeFields, OF_DETOKENIZE, detokenize, OPENAI),
+}
 
 
 def _prompts(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown = pool.config.ignore_unknown_fields
-    prompts = PromptEndpoint(begin, pool.names, pool.config.request_timeout_s)
-    tokens = TokenizeEndpoint(pool.model, prompts, ignore_unknown=ignore_unknown)
+    ignore_unknown, budget_s = pool.config.ignore_unknown_fields, pool.config.request_timeout_s
     return {
-        f"{MESSAGES_PATH}/count_tokens": CountTokens(
-            pool.model, prompts, ignore_unknown=ignore_unknown
-        ),
-        "/tokenize": tokens.tokenize,
-        "/detokenize": tokens.detokenize,
+        path: PromptEndpoint(
+            BodyReader(fields, unsupported, ignore_unknown=ignore_unknown),
+            *(answer, pool.model, begin, pool.names, budget_s, words),
+        )
+        for path, (fields, unsupported, answer, words) in _PROMPTS.items()
     }
 
 
+# Record of the body, its further known fields, the response, and the prefix of ids.
+_POOLING: Mapping[str, tuple[Any, Mapping[str, IgnoredFields], PoolingAnswer[Any], str]] = {
+    "/v1/embeddings": (EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-"),
+    **dict.fromkeys(("/v1/score", "/score"), (ScoreFields, OF_SCORE, score, "score-")),
+    **dict.fromkeys(("/v1/rerank", "/rerank"), (RerankFields, OF_RERANK, rerank, "rerank-")),
+}
+
+
 def _pooling(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    def endpoint(
-        fields: type[F],
-        unsupported: Mapping[str, IgnoredFields],
-        answer: PoolingAnswer[F],
-        id_prefix: str,
-    ) -> Handler:
-        reader = BodyReader(fields, unsupported, ignore_unknown=pool.config.ignore_unknown_fields)
-        return PoolingEndpoint(
-            *(reader, answer, pool.vectors, pool.metrics, begin),
+    ignore_unknown = pool.config.ignore_unknown_fields
+    return {
+        path: PoolingEndpoint(
+            BodyReader(fields, unsupported, ignore_unknown=ignore_unknown),
+            *(answer, pool.vectors, pool.metrics, begin),
             id_prefix=id_prefix,
             names=pool.names,
         )
-
-    scores = endpoint(ScoreFields, OF_SCORE, score, "score-")
-    reranks = endpoint(RerankFields, OF_RERANK, rerank, "rerank-")
-    return {
-        "/v1/embeddings": endpoint(EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-"),
-        "/v1/score": scores,
-        "/score": scores,
-        "/v1/rerank": reranks,
-        "/rerank": reranks,
+        for path, (fields, unsupported, answer, id_prefix) in _POOLING.items()
     }
 
 

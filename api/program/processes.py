@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.metrics.serving import served
 from common.process.children import ChildProcess
+from common.process.waiting import first_of
 from protos.router_pb2 import WorkerState
 from router.workers import (
     IN_TURN,
@@ -183,8 +184,7 @@ class _Process:
             self._child = ChildProcess("router", command, log=None, descriptors=(there,))
         finally:
             os.close(there)
-        with os.fdopen(here, "rb", buffering=0) as end:
-            return await _first_byte(end.fileno())
+        return await _first_byte(os.fdopen(here, "rb", buffering=0))
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Restart the process whenever it ends, until `stop`."""
@@ -298,31 +298,21 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of a coroutine, or cancel it and return None when `stop` is set."""
-    stopping, doing = asyncio.create_task(stop.wait()), asyncio.create_task(what)
-    try:
-        await asyncio.wait({stopping, doing}, return_when=asyncio.FIRST_COMPLETED)
-        return None if stop.is_set() else doing.result()
-    finally:
-        stopping.cancel()
-        doing.cancel()
+    _, done = await first_of(stop.wait(), what)
+    return None if stop.is_set() or done is None else done.result()
 
 
-async def _first_byte(descriptor: int) -> bool:
+async def _first_byte(pipe: BinaryIO) -> bool:
     """Return whether a byte arrives before the end of file.
 
     There is no deadline: a process may download a model.
     """
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def on_readable() -> None:
-        loop.remove_reader(descriptor)
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(descriptor, on_readable)
+    reader = asyncio.StreamReader()
+    connected = asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    transport, _ = await connected
     try:
-        await readable
+        return bool(await reader.read(1))
     finally:
-        loop.remove_reader(descriptor)
-    return bool(os.read(descriptor, 1))
+        transport.close()

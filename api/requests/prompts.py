@@ -62,7 +62,7 @@ class PromptEncoder:
     """Converts prompts to token ids. For one event loop.
 
     Args:
-        speech: the model's format of reasoning and tool calls.
+        model_format: the model's format of reasoning and tool calls.
         pictures: loader of images. None: the model does not support images.
         marks: None: the chat template already writes the model's placeholders.
     """
@@ -72,7 +72,7 @@ class PromptEncoder:
         tokenizer: RouterTokenizer,
         chat_template: ChatTemplate | None,
         limits: ModelLimits,
-        speech: ModelFormat,
+        model_format: ModelFormat,
         pictures: ImageLoader | None = None,
         marks: MediaMarks | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
-        self._speech = speech
+        self._model_format = model_format
         opens, closes = map(tokenizer.token_of, formats.THOUGHT)
         # Markers that consist of several tokens cannot be found among token ids.
         self._markers = None if opens is None or closes is None else (opens, closes)
@@ -128,7 +128,7 @@ class PromptEncoder:
 
     def may_think(self, prompt: Prompt) -> bool:
         """Return whether nodes can separate reasoning from content for such a prompt."""
-        known = self._speech.marks_thought and self._markers is not None
+        known = self._model_format.marks_thought and self._markers is not None
         return known and isinstance(prompt, ChatPrompt)
 
     def thought(self, prompt: SharedPrompt) -> ReasoningTokens | None:
@@ -139,7 +139,7 @@ class PromptEncoder:
         if self._markers is None or not self.may_think(prompt.prompt):
             return None
         opens, closes = self._markers
-        match self._speech.thinks(prompt.rendering.end):
+        match self._model_format.thinks(prompt.rendering.end):
             case ReasoningFormat.NOT:
                 return None
             case ReasoningFormat.PERHAPS:
@@ -149,7 +149,7 @@ class PromptEncoder:
 
     def guide(self, prompt: SharedPrompt, guide: GuidedDecoding) -> GuidedDecoding:
         """Return the guide of a response whose content has this form, with optional reasoning."""
-        channels = self._speech.channels
+        channels = self._model_format.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
         form = as_form(guide)

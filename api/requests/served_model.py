@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from api.images.marks import MediaMarks, SurroundedMarks, VideoMarks
 from api.images.pictures import ImageLoader
 from api.parsers import formats
-from api.parsers.model_format import ModelFormat, speech_of
+from api.parsers.model_format import ModelFormat, detect_format
 from api.requests.generate_params import ModelLimits
 from api.requests.prompts import PromptEncoder
 from api.text.chat_template import ChatTemplate
@@ -59,7 +59,7 @@ class ServedModel:
     tokenizer: RouterTokenizer
     limits: ModelLimits
     prompts: PromptEncoder
-    speech: ModelFormat
+    model_format: ModelFormat
 
 
 def served_model(
@@ -87,25 +87,28 @@ def served_model(
         tokenizer.longest_token_bytes,
         sees_images=files.vision is not None,
     )
-    speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
-    tokens = tokenizer.special(speech.markers(calls=True))
+    model_format = detect_format(files.chat_template or "", reasoning_parser, tool_parser)
+    tokens = tokenizer.special(model_format.markers(calls=True))
     marked = None not in map(tokenizer.token_of, formats.THOUGHT)
-    speech = replace(
-        speech,
+    model_format = replace(
+        model_format,
         tokens=tokens,
         arguments=tool_arguments,
         takes_effort=template is not None and "reasoning_effort" in template.settings,
-        takes_budget=speech.marks_thought and marked,
-        shown=(_shown(speech, tokenizer, calls=False), _shown(speech, tokenizer, calls=True)),
+        takes_budget=model_format.marks_thought and marked,
+        shown=(
+            _shown(model_format, tokenizer, calls=False),
+            _shown(model_format, tokenizer, calls=True),
+        ),
     )
     pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
     marks = _marks(files.vision, tokenizer)
-    prompts = PromptEncoder(tokenizer, template, limits, speech, pictures, marks)
-    return ServedModel(files, tokenizer, limits, prompts, speech)
+    prompts = PromptEncoder(tokenizer, template, limits, model_format, pictures, marks)
+    return ServedModel(files, tokenizer, limits, prompts, model_format)
 
 
-def _shown(speech: ModelFormat, tokenizer: RouterTokenizer, *, calls: bool) -> frozenset[int]:
-    return frozenset(tokenizer.special(speech.markers(calls=calls)).values())
+def _shown(model_format: ModelFormat, tokenizer: RouterTokenizer, *, calls: bool) -> frozenset[int]:
+    return frozenset(tokenizer.special(model_format.markers(calls=calls)).values())
 
 
 def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:

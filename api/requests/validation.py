@@ -123,11 +123,10 @@ async def _prepare(
         text = await prompts.text_of(prompt.prompt, inputs.token_ids) if wanted.echo else None
         return TokenizedRequest(spec, stops, asked, text)
 
-    jobs = await all_of([made(prompt) for prompt in together.prompts])
+    jobs = await all_of([partial(made, prompt) for prompt in together.prompts])
     num_tokens = sum(job.spec.num_tokens for job in jobs)
     check_prompt_logprobs(params, num_tokens * (together.num_answers // len(jobs)))
-    if client.usage is not None:
-        client.usage.prompts(num_tokens, together.num_answers)
+    client.usage.prompts(num_tokens, together.num_answers)
     for prompt, job in zip(together.prompts, jobs, strict=True):
         prompt.job = job
 

@@ -100,6 +100,11 @@ def load(model: str) -> ModelFiles:
         **_special_tokens(tokenizer_config),
     }
     generation_config = _json(directory / "generation_config.json", required=False)
+
+    def optional_json(name: str) -> Any:
+        path = directory / name
+        return _any_json(path) if path.exists() else None
+
     eos = generation_config.get("eos_token_id", text_config.get("eos_token_id"))
     return ModelFiles(
         name=model,
@@ -109,7 +114,7 @@ def load(model: str) -> ModelFiles:
         eos_token_ids=_ids(eos, directory),
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
-        pooling=pooling_files(lambda name: _any_json(directory / name), config),
+        pooling=pooling_files(optional_json, config),
         vision=vision_files(directory),
     )
 
@@ -122,21 +127,13 @@ def _bytes(path: Path) -> bytes:
 
 
 def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    if not required and not path.exists():
-        return {}
-    try:
-        content = json.loads(_bytes(path))
-    except ValueError as error:
-        raise ConfigError(f"model: {path} is not JSON: {error}") from error
+    content = _any_json(path) if required or path.exists() else {}
     if not isinstance(content, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return content
 
 
 def _any_json(path: Path) -> Any:
-    """Return the JSON of a file, None if there is no such file."""
-    if not path.exists():
-        return None
     try:
         return json.loads(_bytes(path))
     except ValueError as error:

@@ -14,30 +14,25 @@ from dataclasses import asdict
 from itertools import takewhile
 
 from cli import client
-from common.config import DecodeConfig, EncodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from cli.config import RECORDS
+from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.process.standard_output import say
 from common.settings import ConfigArgumentParser, parser_of, read, wrong
 
 PROGRAM = "baton check"
-_RECORDS: Mapping[str, type[RouterConfig] | type[NodeConfig]] = {
-    "router": RouterConfig,
-    "prefill": PrefillConfig,
-    "decode": DecodeConfig,
-    "encode": EncodeConfig,
-}
 _HELP = ("-h", "--help", "--help-all")
 
 
 def _add_flags(parser: ConfigArgumentParser) -> None:
     parser.add_argument(
-        "--role", choices=tuple(_RECORDS), default="decode", help="process to check (%(default)s)"
+        "--role", choices=tuple(RECORDS), default="decode", help="process to check (%(default)s)"
     )
     client.add_json_flag(parser)
 
 
 def parser(role: str = "decode") -> ConfigArgumentParser:
     """Return the parser of all flags, with those of a process of this role."""
-    every = parser_of(_RECORDS[role], PROGRAM)
+    every = parser_of(RECORDS[role], PROGRAM)
     every.common |= {"--role", "--json"}
     every.usage = "%(prog)s [PREFILL.yaml DECODE.yaml] [--config FILE] [--FLAG VALUE]..."
     every.description = (
@@ -60,7 +55,7 @@ def main() -> int:
         parser(options.role).parse_args(flags)
     if files:
         return _check_pair(files, flags, as_json=options.json)
-    config = read(_RECORDS[options.role], PROGRAM, flags)
+    config = read(RECORDS[options.role], PROGRAM, flags)
 
     from cli.check import findings  # imported late: torch takes seconds
 

@@ -12,6 +12,7 @@ from cli import client
 from cli.local import plan
 from common import tls
 from common.process.children import ChildProcess
+from common.process.waiting import first_of
 from node.frontend.frontend import exit_sentence
 
 # Callers stop before the processes that they call, so that no call waits for a stopped node.
@@ -57,13 +58,9 @@ class LocalSystem:
 
     async def first_exit(self) -> str:
         """Wait until a process ends on its own. Returns a description for the user."""
-        ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-        child = ends[done.pop()]
+        children = [*self._children.values()]
+        ends = await first_of(*(child.ended() for child in children))
+        child = next(each for each, end in zip(children, ends, strict=True) if end is not None)
         return (
             f"{child.name} has ended with code {child.code}. The end of {child.log}:\n\n"
             f"{child.last_lines()}\n"
@@ -152,19 +149,6 @@ async def keep_running(
         await asyncio.sleep(wait_s)
         wait_s, began = min(2 * wait_s, times.longest_s), time.monotonic()
         child = start_again()
-        if await _serves(child, until_serving):
+        _, ended = await first_of(until_serving(), child.ended())  # a process may never serve
+        if ended is None:
             say(f"{child.name} is back after {time.monotonic() - began:.1f} s")
-
-
-async def _serves(child: ChildProcess, until_serving: Callable[[], Awaitable[None]]) -> bool:
-    """Wait until the process serves. Returns False if it ended first."""
-    serving = asyncio.ensure_future(until_serving())
-    ended = asyncio.ensure_future(child.ended())
-    tasks: tuple[asyncio.Future[None] | asyncio.Future[int], ...] = (serving, ended)
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return not ended.done()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from cli import client
 from cli.operating import command
-from cli.operating.command import AddFlags, Operation, Result
+from cli.operating.command import Operation, Result
 from cli.operating.fleet import Fleet
 from common.pausing import MEMORY_TAGS
 from common.settings import ConfigArgumentParser
@@ -30,7 +30,7 @@ def _call(
     longest_s: float,
     request: Callable[[Namespace], Any],
     text: Callable[[Any], str],
-    *flags: AddFlags,
+    *flags: client.AddFlags,
     undone: str,
     details: str = "",
 ) -> Operation:
@@ -49,24 +49,48 @@ def _call(
     return Operation(details=details, undone=undone, flags=flags, work=work)
 
 
-def _mode(parser: ConfigArgumentParser) -> None:
-    explained = ". ".join(f"{mode}: {effect}" for mode, effect in MODES.items())
-    parser.add_argument(
-        "--mode",
-        choices=tuple(MODES),
-        default="abort",
-        help=f"effect on running requests. {explained} (%(default)s)",
-    )
-
-
-def _tags(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "--only",
-        dest="tags",
-        action="append",
-        choices=MEMORY_TAGS,
-        help="part of the memory (all parts)",
-    )
+_mode = client.flag(
+    "--mode",
+    choices=tuple(MODES),
+    default="abort",
+    help="effect on running requests. "
+    + ". ".join(f"{mode}: {effect}" for mode, effect in MODES.items())
+    + " (%(default)s)",
+)
+_tags = client.flag(
+    "--only",
+    dest="tags",
+    action="append",
+    choices=MEMORY_TAGS,
+    help="part of the memory (all parts)",
+)
+_request = client.flag("request", metavar="REQUEST", help="request id of the router")
+_target = client.flag(
+    "target",
+    nargs="?",
+    type=client.address,
+    metavar="TARGET",
+    help="HOST:PORT of a decode node (the routing policy chooses)",
+)
+_adapter = client.flag("name", metavar="NAME", help="name of the adapter in requests")
+_adapter_path = client.flag(
+    "path", metavar="PATH", help="directory of the adapter, below engine.lora.adapter_dir"
+)
+_seconds = client.flag(
+    "--seconds",
+    type=client.positive,
+    default=5.0,
+    metavar="S",
+    help="seconds after which the profile ends (%(default)g)",
+)
+_steps = client.flag(
+    "--steps",
+    type=int,
+    choices=range(1, 1001),
+    default=20,
+    metavar="N",
+    help="steps of each node to record, 1 to 1000 (%(default)s)",
+)
 
 
 def _weights(parser: ConfigArgumentParser) -> None:
@@ -89,45 +113,6 @@ def _weights(parser: ConfigArgumentParser) -> None:
         "--abort",
         action="store_true",
         help="abort running requests (they are recomputed from their tokens)",
-    )
-
-
-def _request(parser: ConfigArgumentParser) -> None:
-    parser.add_argument("request", metavar="REQUEST", help="request id of the router")
-    parser.add_argument(
-        "target",
-        nargs="?",
-        type=client.address,
-        metavar="TARGET",
-        help="HOST:PORT of a decode node (the routing policy chooses)",
-    )
-
-
-def _adapter(parser: ConfigArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="name of the adapter in requests")
-
-
-def _adapter_path(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "path", metavar="PATH", help="directory of the adapter, below engine.lora.adapter_dir"
-    )
-
-
-def _steps(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds",
-        type=client.positive,
-        default=5.0,
-        metavar="S",
-        help="seconds after which the profile ends (%(default)g)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        choices=range(1, 1001),
-        default=20,
-        metavar="N",
-        help="steps of each node to record, 1 to 1000 (%(default)s)",
     )
 
 
@@ -227,7 +212,7 @@ CALLS = {
         details="Each node writes a trace below its engine.profile_dir. The command prints "
         "the paths.",
         undone="a node was not profiled",
-        flags=(_steps, command.add_one_or_all),
+        flags=(_seconds, _steps, command.add_one_or_all),
         work=_profile,
     ),
     "requests migrate": _call(
@@ -235,7 +220,7 @@ CALLS = {
         60.0,
         lambda options: pb.MoveRequest(request_id=options.request, target=options.target or ""),
         _migrated,
-        *(_request, client.add_router_flag),
+        *(_request, _target, client.add_router_flag),
         details="Its client sees a pause of a few steps, and nothing is recomputed. "
         "`baton requests list` prints the ids.",
         undone="the request is not migrated. It continues where it is",

@@ -23,7 +23,6 @@ EXIT_UNDONE = 1
 LONGEST_S = 900.0
 _INDENT = 2
 _R = TypeVar("_R")
-AddFlags = Callable[[settings.ConfigArgumentParser], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Operation:
 
     details: str = ""
     undone: str = "the router does not respond"
-    flags: Sequence[AddFlags]
+    flags: Sequence[client.AddFlags]
     work: Callable[[argparse.Namespace, Fleet], Awaitable[Result]]
 
     def parser(self, name: str, summary: str) -> settings.ConfigArgumentParser:

@@ -12,7 +12,6 @@ from cli.local import plan
 from cli.operating import command
 from cli.operating.command import Operation, Result, report
 from cli.operating.fleet import Fleet, paired
-from common.settings import ConfigArgumentParser
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
 
 NODES = ("prefill", "decode")
@@ -120,38 +119,28 @@ def _beside(step: RestartStep, steps: Sequence[RestartStep]) -> list[RestartStep
     return [each for each in steps if each.node is None or each.model == step.model]
 
 
-def _add_drain(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "address",
-        type=client.address,
-        metavar="ADDRESS",
-        help="HOST:PORT of the process, as the router knows it",
-    )
-    client.add_router_flag(parser)
-    command.add_drain_flags(parser)
-
-
-def _add_set_role(parser: ConfigArgumentParser) -> None:
-    _add_drain(parser)
-    parser.add_argument("role", choices=NODES, metavar="ROLE", help="prefill or decode")
-
-
-def _add_rollout(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "--router",
-        type=client.address,
-        action="append",
-        metavar="HOST:PORT",
-        help="gRPC address of a router. Repeat it for each router of the cluster "
-        f"({plan.HOST}:{plan.ROUTER_PORT})",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=ROLES,
-        help="processes of this role. May be repeated (all roles)",
-    )
-    command.add_drain_flags(parser)
+_address = client.flag(
+    "address",
+    type=client.address,
+    metavar="ADDRESS",
+    help="HOST:PORT of the process, as the router knows it",
+)
+_role = client.flag("role", choices=NODES, metavar="ROLE", help="prefill or decode")
+_routers = client.flag(
+    "--router",
+    type=client.address,
+    action="append",
+    metavar="HOST:PORT",
+    help="gRPC address of a router. Repeat it for each router of the cluster "
+    f"({plan.HOST}:{plan.ROUTER_PORT})",
+)
+_only = client.flag(
+    "--only",
+    action="append",
+    choices=ROLES,
+    help="processes of this role. May be repeated (all roles)",
+)
+_DRAIN_FLAGS = (_address, client.add_router_flag, command.add_drain_flags)
 
 
 async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
@@ -267,14 +256,14 @@ DRAINS = {
         "and it ends. Its supervisor (`baton up`, Kubernetes, a service manager) may start it "
         "again. To remove a node, first remove it from the node list of the router.",
         undone="the process has not ended",
-        flags=(_add_drain,),
+        flags=_DRAIN_FLAGS,
         work=_drain,
     ),
     "nodes set-role": Operation(
         details="The node keeps its weights, its prefix cache and its address. Its requests finish "
         "or continue elsewhere. When its process is restarted, it has its first role again.",
         undone="the node has not changed its role",
-        flags=(_add_set_role,),
+        flags=(*_DRAIN_FLAGS, _role),
         work=_set_role,
     ),
     "rollout": Operation(
@@ -282,7 +271,7 @@ DRAINS = {
         "manager) starts it again. The next one is drained once it is ready and paired as before. "
         "No request fails if there are two nodes of each role and two routers or router processes.",
         undone="a process does not return, or requests could fail. No further process is drained",
-        flags=(_add_rollout,),
+        flags=(_routers, _only, command.add_drain_flags),
         work=_rollout,
     ),
 }

@@ -1,6 +1,5 @@
 """Operator's client of routers and nodes: list, drain, change role, and wait."""
 
-import argparse
 import asyncio
 import json
 import os
@@ -289,13 +288,12 @@ async def _answer(address: str, call: Any, source: str, flag: str = "--router") 
 _FLAG = "--url"
 
 
-def add_url_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        _FLAG,
-        default=f"http://{plan.HOST}:{plan.HTTP_PORT}",
-        metavar="URL",
-        help="HTTP port of the router (%(default)s)",
-    )
+add_url_flag = client.flag(
+    _FLAG,
+    default=f"http://{plan.HOST}:{plan.HTTP_PORT}",
+    metavar="URL",
+    help="HTTP port of the router (%(default)s)",
+)
 
 
 def _message(text: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from cli import client
 from cli.operating.command import EXIT_UNDONE, Operation, Result, safe, size, table
 from cli.operating.fleet import Fleet, add_url_flag
-from common.settings import ConfigArgumentParser
 from protos.router_pb2 import (
     ClusterNode,
     ExplainRequest,
@@ -179,13 +178,11 @@ _SHOW_UNDONE = "no process knows the request, or no router responds"
 _ANSWER_S = 10.0  # the router allows its nodes 2 s
 
 
-def _add_show_flags(parser: ConfigArgumentParser) -> None:
-    parser.add_argument(
-        "request",
-        metavar="REQUEST",
-        help="request id, or X-Request-Id of the client: then the newest request with that label",
-    )
-    client.add_router_flag(parser)
+_shown_request = client.flag(
+    "request",
+    metavar="REQUEST",
+    help="request id, or X-Request-Id of the client: then the newest request with that label",
+)
 
 
 async def _show(options: argparse.Namespace, fleet: Fleet) -> Result:
@@ -247,7 +244,7 @@ VIEWS = {
     "requests show": Operation(
         details=_SHOW_DETAILS,
         undone=_SHOW_UNDONE,
-        flags=(_add_show_flags,),
+        flags=(_shown_request, client.add_router_flag),
         work=_show,
     ),
 }

@@ -27,13 +27,15 @@ DECISIONS = counter(
 )
 SWITCHES = counter(
     "baton_planner_role_changes",
-    "Total role changes that the planner requested. done: succeeded. undone: refused or failed.",
-    outcome=("done", "undone"),
+    "Total role changes that the planner requested. completed: succeeded. failed: refused or "
+    "failed.",
+    outcome=("completed", "failed"),
 )
 MOVES = counter(
     "baton_planner_rebalances",
-    "Total live migrations that the planner requested. done: succeeded. undone: refused or failed.",
-    outcome=("done", "undone"),
+    "Total live migrations that the planner requested. completed: succeeded. failed: refused or "
+    "failed.",
+    outcome=("completed", "failed"),
 )
 DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)
 
@@ -59,7 +61,7 @@ class PlannerMetrics:
         self._decisions[decision,] += 1
 
     def switched(self, *, done: bool) -> None:
-        self._switches["done" if done else "undone",] += 1
+        self._switches["completed" if done else "failed",] += 1
 
     def moved(self, *, done: bool) -> None:
-        self._moves["done" if done else "undone",] += 1
+        self._moves["completed" if done else "failed",] += 1

@@ -27,6 +27,7 @@ from cli.top.frame import Rates
 from common import settings
 from common.errors import ConfigError
 from common.process.standard_output import say
+from common.process.waiting import first_of
 from protos.router_pb2 import GetClusterResponse
 
 EXIT_NO_ANSWER = 1
@@ -107,14 +108,9 @@ async def watch(top: TopView, interval_s: float, console: Console, stop: asyncio
                 height = console.height if console.is_terminal else None
                 show(top.frame(console.width, height))
 
-        tasks = [asyncio.create_task(each()) for each in (look_again_and_again, redraw, stop.wait)]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
+        for ended in await first_of(look_again_and_again(), redraw(), stop.wait()):
+            if ended is not None:
+                ended.result()
 
 
 async def once(top: TopView, interval_s: float, console: Console) -> int:
@@ -198,10 +194,8 @@ async def _main(options: argparse.Namespace, fleet: Fleet) -> int:
         printing = print_json(top, options.interval, once=options.once)
     else:
         printing = once(top, options.interval, console)
-    printed, stopped = asyncio.create_task(printing), asyncio.create_task(stop.wait())
-    await asyncio.wait((printed, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    return printed.result() if printed.done() else 0
+    printed, _ = await first_of(printing, stop.wait())
+    return 0 if printed is None else int(printed.result())
 
 
 if __name__ == "__main__":

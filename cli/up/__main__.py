@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import grpc.aio
 
@@ -22,6 +21,7 @@ from cli.up.first_answer import Key, Sample, VectorSample
 from cli.up.screen import Screen
 from common import settings, tls
 from common.errors import ConfigError
+from common.process.waiting import first_of
 from common.rpc import join_address
 
 PROMPT = "Once upon a time"
@@ -67,18 +67,12 @@ async def serve(
     logs = options.var / "log"
     system = LocalSystem(programs, logs, certificates)
     screen.say(f"starting {len(programs)} processes, with logs in {logs}/")
-    work = asyncio.ensure_future(_run(system, samples, options, screen))
-    stop = asyncio.ensure_future(interrupted.wait())
-    tasks: tuple[asyncio.Future[Any], ...] = (work, stop)
     failure = None
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            failure = str(work.exception())
+        ended, _ = await first_of(_run(system, samples, options, screen), interrupted.wait())
+        if ended is not None:
+            failure = str(ended.exception())
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         if failure is not None:
             screen.say(f"\n{failure}", style="red")
         screen.say("\nstopping (press Ctrl-C again to kill)")
@@ -100,19 +94,14 @@ async def _run(
         StartFailed: see `_start`. Or a process has ended.
     """
     start = _start(system, samples, options.start_timeout, screen)
-    starting, exited = asyncio.ensure_future(start), asyncio.ensure_future(system.first_exit())
-    tasks: tuple[asyncio.Future[Any], ...] = (starting, exited)
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not exited.done():
-            starting.result()
-            if not options.exit_on_failure:
-                await system.keep_running(screen.warn)
-        raise StartFailed(await exited)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    started, exited = await first_of(start, system.first_exit())
+    if exited is not None:
+        raise StartFailed(exited.result())
+    if started is not None:
+        started.result()
+    if not options.exit_on_failure:
+        await system.keep_running(screen.warn)
+    raise StartFailed(await system.first_exit())
 
 
 async def _start(

@@ -290,7 +290,7 @@ def tier_gauges(tiers: CacheTiers, page_bytes: int) -> Mapping[str, float]:
         "tier_pages/host": host.num_cached,
         "total_tier_tokens/host": tiers.host_tokens,
         "total_tier_bytes/saved": tiers.saves.num_pages * page_bytes,
-        "total_tier_bytes/brought": tiers.brought_pages * page_bytes,
+        "total_tier_bytes/loaded": tiers.brought_pages * page_bytes,
         "total_tier_evicted/host": host.index.num_evicted,
     }
     if files is None:

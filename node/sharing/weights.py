@@ -71,7 +71,7 @@ class WeightExports:
         self._exports: dict[int, _WeightExport] = {}
         self.pages: dict[int, Ints] = {}
         self._gauges = gauges
-        self._gauges["total_weight_bytes/lent"] = 0.0
+        self._gauges["total_weight_bytes/sent"] = 0.0
 
     def opened(self, event: OpenedEvent, source: Weights) -> None:
         if len(self._asked) >= MAX_PIECES_ASKED:
@@ -107,7 +107,7 @@ class WeightExports:
         if export is not None:
             export.closed = True
             num_bytes = export.filling.result() * export.piece_bytes if event.completed else 0
-            self._gauges["total_weight_bytes/lent"] += num_bytes
+            self._gauges["total_weight_bytes/sent"] += num_bytes
 
     def poll(self) -> None:
         """Publish filled pages, and release pages that have been read."""

@@ -28,7 +28,7 @@ from router.policy.load import (
     RequestDue,
 )
 from router.policy.policies import RoutingPolicy
-from router.policy.prefix_index import PrefixHints
+from router.policy.prefix_index import PrefixIndex
 
 
 class KnownAdapters:
@@ -131,14 +131,14 @@ class Cluster:
         policy: RoutingPolicy,
         load: NodeLoad,
         backlogs: NodeBacklogs,
-        hints: PrefixHints,
+        prefixes: PrefixIndex,
         on_change: Callable[[], None],
         served: str = "",
         fingerprint_change: FingerprintChange = "fail",
     ) -> None:
         """
         Args:
-            hints: finds other nodes that have a prefix of a prompt cached.
+            prefixes: finds other nodes that have a prefix of a prompt cached.
             on_change: called when nodes changed, so that `ready` or a prefill node may differ.
             served: model name for errors. Empty if the router has only one model.
             fingerprint_change: see RouterConfig.
@@ -150,7 +150,7 @@ class Cluster:
         self._state = state
         self._policy = policy
         self._load = load
-        self._hints = hints
+        self._prefixes = prefixes
         self._keeps_fingerprint = fingerprint_change == "fail"
         self.backlogs = backlogs
         self._on_change = on_change
@@ -308,7 +308,7 @@ class Cluster:
             placement.prefill[:_MAX_CANDIDATES],
             self._load.charge(placement, num_tokens, start_by, due.priority),
             start_by,
-            self._hints.of(key, placement),
+            self._prefixes.hints(key, placement),
             self._encoders,
         )
 

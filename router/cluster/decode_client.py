@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import grpc.aio
+import msgspec
 
 from common import limits, request, rpc
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
@@ -92,16 +93,18 @@ class EngineLiveness:
             self._on_change()
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationOutcome:
+class MigrationOutcome(msgspec.Struct, frozen=True):
     """Result of a live migration.
 
-    `target` is "" if no node could accept the request. `because` is the reason why the request
-    stays, or "" after success.
+    Attributes:
+        target: "": no node could accept the request.
+        because: reason why the request stays, or "" after success.
+        source: set by MigrationService.
     """
 
     target: str
     because: str = ""
+    source: str = ""
 
 
 class MigratableRequest(Protocol):

@@ -10,7 +10,8 @@ from common.config import check_adapter_name
 from common.errors import FailedPrecondition, InvalidRequest, NotFound
 from common.pausing import PauseMode, memory_tags, pause_mode
 from common.requests.namespace import WeightsId
-from protos import node_pb2, router_pb2
+from protos import node_pb2
+from protos import router_pb2 as pb
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import BroadcastResult, ClusterState, NodeMember, ask_all
 
@@ -23,29 +24,25 @@ _ANSWER_S = 10.0
 
 
 class EngineCalls:
-    """Operator calls to all engines. For one event loop."""
+    """Operator calls to all engines: the methods of the Router service. For one event loop."""
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
 
-    async def pause(self, mode: str) -> router_pb2.PauseResponse:
+    async def pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
         """Pause all nodes. When this returns, no node starts another step.
 
         Decode nodes are paused first, because they cancel prompts on prefill nodes. After an error,
         only nodes that were paused before stay paused.
 
-        Args:
-            mode: as in PauseRequest.
         Raises:
             InvalidRequest: the mode is unknown.
             FailedPrecondition: a node did not pause or respond, or there is no node.
         """
-        request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
-        return await self._pause(request, self._state.serving)
+        return await self._pause(pause_mode(request.mode), self._state.serving)
 
-    async def _pause(
-        self, request: router_pb2.PauseRequest, members: Sequence[NodeMember]
-    ) -> router_pb2.PauseResponse:
+    async def _pause(self, mode: PauseMode, members: Sequence[NodeMember]) -> pb.PauseResponse:
+        request = pb.PauseRequest(mode=mode.value)
         said: list[BroadcastResult] = []
         for of_role in _by_role(members, "decode", "prefill"):
             said += await ask_all(of_role, "Pause", request, _PAUSE_S)
@@ -56,12 +53,12 @@ class EngineCalls:
                 raise FailedPrecondition(_problems(said))
         if not said:
             raise FailedPrecondition("there is no node to pause")
-        return router_pb2.PauseResponse(
+        return pb.PauseResponse(
             fresh=any(each.answer.fresh for each in said),
             aborted=sum(each.answer.aborted for each in said if each.member.role == "decode"),
         )
 
-    async def resume(self) -> router_pb2.ContinueResponse:
+    async def resume(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
         """Resume all nodes.
 
         Raises:
@@ -69,50 +66,46 @@ class EngineCalls:
         """
         return await self._resume(self._state.serving)
 
-    async def _resume(self, members: Sequence[NodeMember]) -> router_pb2.ContinueResponse:
+    async def _resume(self, members: Sequence[NodeMember]) -> pb.ContinueResponse:
         said: list[BroadcastResult] = []
         for of_role in _by_role(members, "prefill", "decode"):
             said += await self._continue(of_role)
         _check(said)
-        return router_pb2.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
+        return pb.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
 
-    async def update_weights(self, path: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
-        """Update the weights of all nodes from a path.
+    async def update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
+        """Update the weights of all nodes, from a path on the nodes or from one node.
 
-        Nodes that were running are paused only while their weights are overwritten.
+        Requests in flight are aborted, or recomputed from their tokens.
 
-        Args:
-            path: path of the new weights on the nodes.
-            abort: abort requests in flight. Otherwise they are recomputed from their tokens.
         Raises:
-            InvalidRequest: a node rejected the weights or did not respond, or nodes read different
-                weights. Nothing has changed.
+            InvalidRequest: the request has both sources. A node rejected the weights or did not
+                respond, or nodes read different weights. Nothing has changed.
             FailedPrecondition: a node could not be paused, and nothing has changed. Or a node was
-                not updated, and all nodes stay paused.
+                not updated, and the nodes that should change stay paused.
         """
+        mode = PauseMode.ABORT if request.abort else PauseMode.RETRACT
+        if not request.from_node:
+            return await self._read_weights(request.path, mode)
+        if request.path:
+            raise InvalidRequest("from_node: cannot be combined with a path")
+        return await self._take_weights(request.from_node, mode)
+
+    async def _read_weights(self, path: str, mode: PauseMode) -> pb.UpdateWeightsResponse:
+        """Nodes that were running are paused only while their weights are overwritten."""
         prepared, pairs = await self._prepare(path), await self._pairs()
-        paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
+        paused = await self._pause(mode, self._state.serving)
         request = node_pb2.PutWeightsRequest(id=prepared)
         said = await ask_all(self._state.serving, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
             raise FailedPrecondition(f"{problems}. All nodes stay paused until this is repeated")
         await self._paired(pairs)
         if paused.fresh:
-            await self.resume()
-        return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
+            await self._resume(self._state.serving)
+        return pb.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
 
-    async def take_weights(self, producer: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
-        """Update the weights of all nodes from one node.
-
-        Nodes with other weights are paused while they read the weights.
-
-        Args:
-            producer: address of the node that has the new weights.
-            abort: as in `update_weights`.
-        Raises:
-            InvalidRequest: the node is unknown or does not report its weights.
-            FailedPrecondition: as in `update_weights`. Nodes that were not updated stay paused.
-        """
+    async def _take_weights(self, producer: str, mode: PauseMode) -> pb.UpdateWeightsResponse:
+        """Nodes with other weights are paused while they read the weights."""
         has = {
             report.address: report.description.weights
             for report in await self._state.look()
@@ -123,10 +116,7 @@ class EngineCalls:
             raise InvalidRequest(f"node: {producer} is unknown or does not respond")
         others = [each for each in self._state.serving if each.address != producer]
         takers = [each for each in others if has.get(each.address) != weights]
-        mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
-        paused = router_pb2.PauseResponse()
-        if takers:
-            paused = await self._pause(router_pb2.PauseRequest(mode=mode), takers)
+        paused = await self._pause(mode, takers) if takers else pb.PauseResponse()
         request = node_pb2.TakeWeightsRequest(id=weights, address=producer)
         said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
@@ -134,7 +124,7 @@ class EngineCalls:
         await self._paired(pairs)
         if paused.fresh:
             await self._resume(takers)
-        return router_pb2.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
+        return pb.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
 
     async def _pairs(self) -> frozenset[tuple[str, str]]:
         """Return the addresses of each decode node and each node that it can read from."""
@@ -165,86 +155,78 @@ class EngineCalls:
             raise InvalidRequest("model_path: nodes have read different weights there")
         return found.pop()
 
-    async def release_memory(self, tags: Sequence[str]) -> router_pb2.ReleaseMemoryResponse:
-        """Release memory on all nodes.
+    async def release_memory(self, request: pb.ReleaseMemoryRequest) -> pb.ReleaseMemoryResponse:
+        """Release memory on all nodes. After an error, nodes that had the memory have it again.
 
-        After an error, nodes that had the memory before have it again.
-
-        Args:
-            tags: as in ReleaseMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
             FailedPrecondition: a node failed or did not respond, or there is no node.
         """
-        request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
-        said = await ask_all(self._state.serving, "ReleaseMemory", request, _WEIGHTS_S)
+        tags = memory_tags(request.tags)
+        to_node = pb.ReleaseMemoryRequest(tags=tags)
+        said = await ask_all(self._state.serving, "ReleaseMemory", to_node, _WEIGHTS_S)
         if not said:
             raise FailedPrecondition("there is no node whose memory can be released")
         if problems := _problems(said):
             with suppress(FailedPrecondition):
-                await self.resume_memory(tags)
+                await self.resume_memory(pb.ResumeMemoryRequest(tags=tags))
             raise FailedPrecondition(problems)
-        return router_pb2.ReleaseMemoryResponse()
+        return pb.ReleaseMemoryResponse()
 
-    async def resume_memory(self, tags: Sequence[str]) -> router_pb2.ResumeMemoryResponse:
+    async def resume_memory(self, request: pb.ResumeMemoryRequest) -> pb.ResumeMemoryResponse:
         """Allocate released memory again on all nodes.
 
-        Args:
-            tags: as in ResumeMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
             FailedPrecondition: a node lacks memory or did not respond. The others have resumed.
         """
-        request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
-        _check(await ask_all(self._state.serving, "ResumeMemory", request, _WEIGHTS_S))
-        return router_pb2.ResumeMemoryResponse()
+        to_node = pb.ResumeMemoryRequest(tags=memory_tags(request.tags))
+        await self._done("ResumeMemory", to_node, _WEIGHTS_S)
+        return pb.ResumeMemoryResponse()
 
-    async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
+    async def start_profile(self, request: pb.StartProfileRequest) -> pb.ProfilesResponse:
         """Start a profile on all nodes.
 
-        Args:
-            num_steps: as in StartProfileRequest.
         Raises:
             FailedPrecondition: a node could not start. The others profile.
         """
         return await self._profiled(
-            "StartProfile", router_pb2.StartProfileRequest(num_steps=num_steps)
+            "StartProfile", pb.StartProfileRequest(num_steps=request.num_steps)
         )
 
-    async def stop_profile(self) -> router_pb2.ProfilesResponse:
+    async def stop_profile(self, request: pb.StopProfileRequest) -> pb.ProfilesResponse:
         """Stop the profile on all nodes.
 
         Raises:
             FailedPrecondition: a node has no trace. The others have written theirs.
         """
-        return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
+        return await self._profiled("StopProfile", pb.StopProfileRequest())
 
-    async def _profiled(self, method: str, request: Any) -> router_pb2.ProfilesResponse:
-        said = await ask_all(self._state.serving, method, request, _PROFILE_S)
-        _check(said)
-        return router_pb2.ProfilesResponse(
-            profiles=[
-                router_pb2.Profile(
-                    role=each.member.role, address=each.member.address, path=each.answer.path
-                )
-                for each in said
-            ]
-        )
+    async def _profiled(self, method: str, request: Any) -> pb.ProfilesResponse:
+        said = await self._done(method, request, _PROFILE_S)
+        profiles = [
+            pb.Profile(role=each.member.role, address=each.member.address, path=each.answer.path)
+            for each in said
+        ]
+        return pb.ProfilesResponse(profiles=profiles)
 
-    async def flush_caches(self) -> router_pb2.FlushCacheResponse:
+    async def flush_caches(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
         """Flush the prefix caches of all nodes.
 
         Raises:
             FailedPrecondition: a node has requests or did not respond. The others are flushed.
         """
-        request = router_pb2.FlushCacheRequest()
-        said = await ask_all(self._state.serving, "FlushCache", request, _ANSWER_S)
+        said = await self._done("FlushCache", pb.FlushCacheRequest(), _ANSWER_S)
+        return pb.FlushCacheResponse(pages_freed=sum(each.answer.pages_freed for each in said))
+
+    async def _done(self, method: str, request: Any, longest_s: float) -> list[BroadcastResult]:
+        """Call a method of all nodes. Raise FailedPrecondition unless all succeed."""
+        said = await ask_all(self._state.serving, method, request, longest_s)
         _check(said)
-        pages_freed = sum(each.answer.pages_freed for each in said)
-        return router_pb2.FlushCacheResponse(pages_freed=pages_freed)
+        return said
 
     async def _continue(self, members: Sequence[NodeMember]) -> list[BroadcastResult]:
-        return await ask_all(members, "Continue", router_pb2.ContinueRequest(), _ANSWER_S)
+        return await ask_all(members, "Continue", pb.ContinueRequest(), _ANSWER_S)
 
 
 def _by_role(members: Sequence[NodeMember], *roles: str) -> Sequence[Sequence[NodeMember]]:
@@ -277,15 +259,15 @@ class AdapterCalls:
         self._cluster = cluster
         self._served = served
 
-    async def load(self, name: str, path: str) -> router_pb2.LoadAdapterResponse:
+    async def load(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
         """Load an adapter on all nodes. After an error, only nodes that had it before have it.
 
         Raises:
             InvalidRequest: a node rejected it or did not respond, or nodes read different adapters.
         """
-        self._check(name)
-        request = router_pb2.LoadAdapterRequest(name=name, path=path)
-        said = await ask_all(self._state.serving, "LoadAdapter", request, _LOAD_S)
+        name = self._checked(request.name)
+        to_node = pb.LoadAdapterRequest(name=name, path=request.path)
+        said = await ask_all(self._state.serving, "LoadAdapter", to_node, _LOAD_S)
         if not said:
             raise InvalidRequest("lora_name: there is no node to load it")
         problems = [each.problem for each in said if each.problem]
@@ -296,35 +278,35 @@ class AdapterCalls:
             fresh = [each.member for each in loaded if each.answer.fresh]
             await self._unload(fresh, name)
             raise InvalidRequest(f"lora_path: {'; '.join(problems)}")
-        answer: router_pb2.LoadAdapterResponse = loaded[0].answer
+        answer: pb.LoadAdapterResponse = loaded[0].answer
         await self._cluster.adapters.until(name, answer.id, _REPORT_S)
         return answer
 
-    async def unload(self, name: str) -> router_pb2.UnloadAdapterResponse:
+    async def unload(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
         """Unload an adapter. Running requests continue with it, and new ones cannot use it.
 
         Raises:
             NotFound: no node has it.
             InvalidRequest: a node did not respond.
         """
-        self._check(name)
+        name = self._checked(request.name)
         said = await self._unload(self._state.serving, name)
-        problems = [each.problem for each in said if each.problem]
-        if problems:
-            raise InvalidRequest(f"lora_name: {'; '.join(problems)}")
+        if problems := _problems(said):
+            raise InvalidRequest(f"lora_name: {problems}")
         if not any(each.answer.known for each in said):
             raise NotFound(f"lora_name: adapter {name!r} is not loaded")
         await self._cluster.adapters.until(name, None, _REPORT_S)
-        return router_pb2.UnloadAdapterResponse(known=True)
+        return pb.UnloadAdapterResponse(known=True)
 
     async def _unload(self, members: Sequence[NodeMember], name: str) -> list[BroadcastResult]:
-        request = router_pb2.UnloadAdapterRequest(name=name)
+        request = pb.UnloadAdapterRequest(name=name)
         return await ask_all(members, "UnloadAdapter", request, _UNLOAD_S)
 
-    def _check(self, name: str) -> None:
+    def _checked(self, name: str) -> str:
         try:
             check_adapter_name(name)
         except ValueError as error:
             raise InvalidRequest(f"lora_name: {error}") from None
         if name in self._served:
             raise InvalidRequest(f"lora_name: {name!r} is the name of a model")
+        return name

@@ -5,7 +5,7 @@ import random
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -140,8 +140,30 @@ def _log2_speed(link: PrefillChoice) -> float:
     return math.log2(_USUAL_GIB_PER_S.get(link.path, 1.0))
 
 
-class LeastBy:
-    """Policy that orders nodes by a number. Equal prefill nodes take turns.
+# Chooses one of several decode nodes, and orders the addresses of its prefill nodes, best first.
+ChooseDecode: TypeAlias = Callable[[Sequence[DecodeChoice]], DecodeChoice]
+OrderPrefill: TypeAlias = Callable[[PlacementKey, list[str]], Sequence[str]]
+
+
+class TwoStep:
+    """Policy that chooses a decode node, and then orders the prefill nodes that it can read."""
+
+    def __init__(self, choose: ChooseDecode, order: OrderPrefill) -> None:
+        self._choose = choose
+        self._order = order
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._choose(choices)
+        nodes = self._order(key, [node.address for node in decode.prefill])
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+def least_by(
+    load: NodeLoad,
+    of_prefill: Callable[[str], Any],
+    of_decode: Callable[[str], Any] | None = None,
+) -> TwoStep:
+    """Return a policy that orders nodes by a number. Equal prefill nodes take turns.
 
     Among decode nodes with the lowest number, the least full one is chosen.
 
@@ -149,46 +171,35 @@ class LeastBy:
         of_prefill: returns the number of a prefill node at an address.
         of_decode: the same of a decode node. None: all decode nodes are equal.
     """
+    least, turns = LeastLoadedDecode(load), RotatingOrder()
 
-    def __init__(
-        self,
-        load: NodeLoad,
-        of_prefill: Callable[[str], Any],
-        of_decode: Callable[[str], Any] | None = None,
-    ) -> None:
-        self._of_prefill = of_prefill
-        self._of_decode = of_decode
-        self._decode = LeastLoadedDecode(load)
-        self._turns = RotatingOrder()
+    def choose(choices: Sequence[DecodeChoice]) -> DecodeChoice:
+        if of_decode is None or len(choices) == 1:
+            return least.pick(choices)
+        numbers = [of_decode(choice.address) for choice in choices]
+        lowest = min(numbers)
+        return least.pick(
+            [each for each, number in zip(choices, numbers, strict=True) if number == lowest]
+        )
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        if self._of_decode is not None and len(choices) > 1:
-            numbers = [self._of_decode(choice.address) for choice in choices]
-            lowest = min(numbers)
-            choices = [
-                each for each, number in zip(choices, numbers, strict=True) if number == lowest
-            ]
-        decode = self._decode.pick(choices)
-        nodes = self._turns.rotated([node.address for node in decode.prefill])
-        nodes.sort(key=self._of_prefill)
-        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+    return TwoStep(choose, lambda _, nodes: sorted(turns.rotated(nodes), key=of_prefill))
 
 
-def least_tokens(load: NodeLoad) -> LeastBy:
+def least_tokens(load: NodeLoad) -> TwoStep:
     """Return the least-loaded policy: the prefill node with the fewest tokens to compute."""
-    return LeastBy(load, load.prefill.tokens)
+    return least_by(load, load.prefill.tokens)
 
 
-def least_requests(load: NodeLoad) -> LeastBy:
+def least_requests(load: NodeLoad) -> TwoStep:
     """Return the least-requests policy: the nodes with the fewest requests of this router.
 
     Prompts count equally, whatever their length. Prefill nodes count requests without a first
     token, decode nodes all running ones.
     """
-    return LeastBy(load, load.prefill.requests, load.decode.requests)
+    return least_by(load, load.prefill.requests, load.decode.requests)
 
 
-def shortest_queue(load: NodeLoad, backlogs: NodeBacklogs) -> LeastBy:
+def shortest_queue(load: NodeLoad, backlogs: NodeBacklogs) -> TwoStep:
     """Return the shortest-queue policy: the nodes where a new request starts soonest.
 
     Uses the queue times that nodes report, which include other routers' requests and the speed of
@@ -198,41 +209,27 @@ def shortest_queue(load: NodeLoad, backlogs: NodeBacklogs) -> LeastBy:
     def queue(address: str) -> tuple[float, int]:
         return backlogs.queue_s(address), load.queued.tokens(address)
 
-    return LeastBy(load, queue, queue)
+    return least_by(load, queue, queue)
 
 
-class PowerOfTwo:
-    """Power-of-two-choices policy: the less loaded of two random nodes.
+def power_of_two(load: NodeLoad, rng: random.Random) -> TwoStep:
+    """Return the power-of-two-choices policy: the less loaded of two random nodes.
 
     Balances almost as well as the least-loaded policy, and independent routers do not all choose
     the same node.
     """
+    least = LeastLoadedDecode(load)
 
-    def __init__(self, load: NodeLoad, rng: random.Random) -> None:
-        self._load = load
-        self._rng = rng
-        self._decode = LeastLoadedDecode(load)
+    def order(_: PlacementKey, nodes: list[str]) -> Sequence[str]:
+        rng.shuffle(nodes)
+        return [*sorted(nodes[:2], key=load.prefill.tokens), *nodes[2:]]
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        decode = self._decode.pick(self._rng.sample(choices, min(2, len(choices))))
-        nodes = [node.address for node in decode.prefill]
-        self._rng.shuffle(nodes)
-        nodes[:2] = sorted(nodes[:2], key=self._load.prefill.tokens)
-        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+    return TwoStep(lambda choices: least.pick(rng.sample(choices, min(2, len(choices)))), order)
 
 
-class RandomPolicy:
-    """Random policy: any node, with equal probability."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        decode = self._rng.choice(choices)
-        nodes = self._rng.sample(decode.prefill, len(decode.prefill))
-        return PlacementDecision(
-            decode.address, tuple(node.address for node in nodes), len(key.token_ids)
-        )
+def random_nodes(rng: random.Random) -> TwoStep:
+    """Return the random policy: any node, with equal probability."""
+    return TwoStep(rng.choice, lambda _, nodes: rng.sample(nodes, len(nodes)))
 
 
 class RoundRobin:
@@ -293,8 +290,8 @@ KEY_TOKENS = 256  # of the prompt; requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
 
-class ConsistentHash:
-    """Consistent-hashing policy: equal keys go to the same prefill node, from every router.
+def consistent_hash(load: NodeLoad) -> TwoStep:
+    """Return the consistent-hashing policy: equal keys share a prefill node, from every router.
 
     The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
     score from the key and its address, and the highest score wins (rendezvous hashing, Thaler and
@@ -304,20 +301,15 @@ class ConsistentHash:
     al. 2018).
     """
 
-    def __init__(self, load: NodeLoad) -> None:
-        self._load = load
-        self._decode = LeastLoadedDecode(load)
-
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
-        decode = self._decode.pick(choices)
-        num_tokens = len(key.token_ids)
+    def order(key: PlacementKey, nodes: list[str]) -> Sequence[str]:
         name = xxh3_64_intdigest(
             key.session_id.encode() or key.namespace + as_bytes(key.token_ids[:KEY_TOKENS])
         )
-        queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
-        bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
-        nodes = sorted(_by_key(name, queued), key=lambda node: queued[node] > bound)
-        return PlacementDecision(decode.address, tuple(nodes), num_tokens)
+        queued = {node: load.prefill.tokens(node) for node in nodes}
+        bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + len(key.token_ids)
+        return sorted(_by_key(name, queued), key=lambda node: queued[node] > bound)
+
+    return TwoStep(LeastLoadedDecode(load).pick, order)
 
 
 # Added to the lowest cost. Best value in simulations (docs/benchmarks/routing.md). A higher value
@@ -392,14 +384,14 @@ class _Inputs(NamedTuple):
 
 _POLICIES: dict[str, Callable[[_Inputs], RoutingPolicy]] = {
     "round_robin": lambda given: RoundRobin(),
-    "random": lambda given: RandomPolicy(given.rng),
-    "power_of_two": lambda given: PowerOfTwo(given.load, given.rng),
+    "random": lambda given: random_nodes(given.rng),
+    "power_of_two": lambda given: power_of_two(given.load, given.rng),
     "least_tokens": lambda given: least_tokens(given.load),
     "least_requests": lambda given: least_requests(given.load),
     "shortest_queue": lambda given: shortest_queue(given.load, given.backlogs),
     "prefix_aware": lambda given: PrefixAware(given.load, given.prefixes),
     "session_affinity": lambda given: SessionAffinity(given.load),
-    "consistent_hash": lambda given: ConsistentHash(given.load),
+    "consistent_hash": lambda given: consistent_hash(given.load),
 }
 NAMES = tuple(_POLICIES)
 USE_PREFIX_INDEX = frozenset({"prefix_aware"})  # policies that use the prefix index

@@ -32,6 +32,8 @@ MAX_PAGE_SIZE = 1 << 12  # tokens
 STRIDE = 128
 MAX_HISTORY = 1 << 15  # prefixes per node: 4 Mi tokens
 HISTORY_S = 10.0  # seconds for which history is kept at least, for a node with events
+LEAST_TOKENS = 64  # minimum advantage of a hint; a shorter fetch is not worthwhile
+MOST_HINTS = MAX_HINTS - 1  # one less than the limit, because a decode node adds itself
 
 
 class PromptPrefixes:
@@ -79,14 +81,27 @@ class PrefixIndex:
         node = self._nodes.get(address)
         return node.match(prompt) if node else 0
 
-    def reporting(self) -> set[str]:
-        """Return the nodes that have sent cache events."""
-        return {address for address, node in self._nodes.items() if node.reported}
-
     def reported_tokens(self, prompt: PromptPrefixes, address: str) -> int:
         """Return how many prompt tokens the node has cached according to its events alone."""
         node = self._nodes.get(address)
         return node.match_reported(prompt) if node else 0
+
+    def hints(self, key: PlacementKey, placement: PlacementDecision) -> tuple[PrefixHint, ...]:
+        """Return other nodes with more of a prompt cached than the node that computes it.
+
+        The longest prefix is first. The computing node may fetch the prefix from a hinted node. A
+        wrong or outdated hint costs one request at most.
+        """
+        computes = placement.prefill[0] if placement.prefill else placement.decode
+        known = {address for address, node in self._nodes.items() if node.reported}
+        known -= {computes, placement.decode}
+        if not known:
+            return ()
+        prompt = PromptPrefixes(key.token_ids, key.namespace)
+        least = self.reported_tokens(prompt, computes) + LEAST_TOKENS
+        reported = ((self.reported_tokens(prompt, address), address) for address in known)
+        most = sorted(((has, address) for has, address in reported if has >= least), reverse=True)
+        return tuple(PrefixHint(address, has) for has, address in most[:MOST_HINTS])
 
     def placed(self, prompt: PromptPrefixes, address: str) -> None:
         """Record that the node is about to compute the prompt."""
@@ -205,33 +220,6 @@ class _Node:
                 high = middle
             middle = (low + high) // 2
         return low * size
-
-
-LEAST_TOKENS = 64  # minimum advantage of a hint; a shorter fetch is not worthwhile
-MOST = MAX_HINTS - 1  # one less than the limit, because a decode node adds itself
-
-
-class PrefixHints:
-    """Prefix hints: other nodes with more of a prompt cached than the node that computes it.
-
-    The computing node may fetch the prefix from a hinted node. A wrong or outdated hint costs one
-    request at most.
-    """
-
-    def __init__(self, prefixes: PrefixIndex) -> None:
-        self._prefixes = prefixes
-
-    def of(self, key: PlacementKey, placement: PlacementDecision) -> tuple[PrefixHint, ...]:
-        """Return the hints, longest prefix first."""
-        computes = placement.prefill[0] if placement.prefill else placement.decode
-        known = self._prefixes.reporting() - {computes, placement.decode}
-        if not known:
-            return ()
-        prompt = PromptPrefixes(key.token_ids, key.namespace)
-        least = self._prefixes.reported_tokens(prompt, computes) + LEAST_TOKENS
-        reported = ((self._prefixes.reported_tokens(prompt, address), address) for address in known)
-        most = sorted(((has, address) for has, address in reported if has >= least), reverse=True)
-        return tuple(PrefixHint(address, has) for has, address in most[:MOST])
 
 
 _MIN_BACKOFF_S = 0.5

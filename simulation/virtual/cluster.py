@@ -344,7 +344,7 @@ async def _serve(base: RouterBase, pool: ModelPool) -> None:
     """Serve the router's gRPC methods for operators and the planner."""
     pools, others = {pool.name: pool}, OtherProcesses({})
     admin = make_admin(base, pools, CollectorRegistry(), alone(), others, others, lambda: None)
-    await make_grpc(base, pools, admin.service, shares_port=False).server.start()
+    await make_grpc(base, pools, admin.methods, shares_port=False).server.start()
 
 
 def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from api.auth.client import Client, by_address
+from api.idempotency import IdempotencyCache, IdempotentRetry
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.answer import TokenUsage as AnswerUsage
 from api.requests.generate_params import (
@@ -19,7 +20,6 @@ from api.requests.generate_params import (
     TextPrompt,
     TokenIdsPrompt,
 )
-from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from common.errors import InvalidRequest, NodeUnavailable
 from common.requests.sampling import SamplingParams
 from protos.decode_pb2 import FINISH_REASON_LENGTH

@@ -7,8 +7,10 @@ import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
+from api.dialect.generation_endpoint import DialectReader
 from api.dialect.problems import ApiError
-from api.native.generate import NativeEndpoint
+from api.native.generate import NATIVE
+from api.parsers.model_format import ModelFormat
 from common.request import GIVEN_TOKEN
 from protos.router_pb2 import InputEmbeddings
 from tests.api.models import ids
@@ -90,4 +92,4 @@ def test_a_matrix_over_the_limit_is_rejected_before_it_is_converted():
     row = b"[" + b",".join([b"0.5"] * 1024) + b"]"
     body = b'{"input_embeds": [' + b",".join([row] * 1025) + b"]}"
     with pytest.raises(ApiError, match="input_embeds has 4198400 bytes, 4194304 allowed"):
-        NativeEndpoint(ignore_unknown=False).read(body)
+        DialectReader(NATIVE, ModelFormat(), ignore_unknown=False).read(body, [])

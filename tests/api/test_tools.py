@@ -243,12 +243,12 @@ async def test_tools_over_the_limit_of_grammars_are_unconstrained_unless_strict(
     many = [tool(f"{'x' * 50}{n}") for n in range(1024)]
     guide = await talking.guide_of(CHAT, messages=HELLO, tools=TOOLS, tool_choice="auto")
     assert guide.structural_tag
-    speech = ModelFormat(tools="hermes")
+    model_format = ModelFormat(tools="hermes")
     offer = ToolOffer([_tool(each) for each in many], (), parallel=True)
-    assert guided([SAMPLING], offer, speech, "")[0].guide is None
+    assert guided([SAMPLING], offer, model_format, "")[0].guide is None
     many[0]["function"]["strict"] = True
     offer = ToolOffer([_tool(each) for each in many], (), parallel=True)
-    assert guided([SAMPLING], offer, speech, "")[0].guide is not None
+    assert guided([SAMPLING], offer, model_format, "")[0].guide is not None
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3-coder"])

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 
-from api.dialect.generation_endpoint import ApiDialect, EndpointCall
+from api.dialect.generation_endpoint import DialectReader, EndpointCall
 from api.dialect.problems import ApiError
-from api.openai.chat import ChatEndpoint
-from api.openai.completions import CompletionsEndpoint
+from api.openai import chat, completions
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import ChatPrompt, ChatTurn
 from tests.api.rig import CHAT, api_for
 
-COMPLETIONS = CompletionsEndpoint(ignore_unknown=False)
-CHATS = ChatEndpoint(ModelFormat(), ignore_unknown=False)
+COMPLETIONS = DialectReader(completions.COMPLETIONS, ModelFormat(), ignore_unknown=False)
+CHATS = DialectReader(chat.CHAT, ModelFormat(), ignore_unknown=False)
 PROMPT: dict[str, Any] = {"prompt": "x"}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DIALECTS = pytest.mark.parametrize(
@@ -123,11 +122,13 @@ COMPLETION_OF_CLIENTS: dict[str, Any] = {
 }
 
 
-def read(dialect: ApiDialect, **fields: Any) -> EndpointCall:
-    return dialect.read(json.dumps(fields).encode())
+def read(
+    dialect: DialectReader[Any], *, ignored: list[str] | None = None, **fields: Any
+) -> EndpointCall:
+    return dialect.read(json.dumps(fields).encode(), [] if ignored is None else ignored)
 
 
-def refused(dialect: ApiDialect, **fields: Any) -> ApiError:
+def refused(dialect: DialectReader[Any], **fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         read(dialect, **fields)
     assert (caught.value.status, caught.value.code) == (400, "unsupported")
@@ -247,10 +248,12 @@ def test_a_field_with_a_neutral_value_changes_nothing():
 
 
 def test_unknown_and_unsupported_fields_can_be_ignored_and_are_reported():
-    lenient = ChatEndpoint(ModelFormat(), ignore_unknown=True)
+    lenient = DialectReader(chat.CHAT, ModelFormat(), ignore_unknown=True)
+    ignored: list[str] = []
     message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
     asked = read(
         lenient,
+        ignored=ignored,
         messages=[message],
         mirostat=2,
         stream_options={"every": 5},
@@ -260,7 +263,7 @@ def test_unknown_and_unsupported_fields_can_be_ignored_and_are_reported():
         metadata={"a": "b"},
     )
     assert asked.session_id == "ada"
-    assert {*asked.ignored} == {
+    assert {*ignored} == {
         "messages[0].mood",
         "messages[0].audio",
         "mirostat",
@@ -281,8 +284,9 @@ HINTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", HINTS)
 def test_ignored_hints_are_reported_by_name(name):
     """Seen failing: 400, also with --ignore-unknown-fields."""
-    asked = read(CHATS, **HELLO, seed=1, **{name: HINTS[name]})
-    assert asked.ignored == [name]
+    ignored: list[str] = []
+    asked = read(CHATS, ignored=ignored, **HELLO, seed=1, **{name: HINTS[name]})
+    assert ignored == [name]
     (wanted,), (plain,) = asked.requests, read(CHATS, **HELLO, seed=1).requests
     assert (wanted.sampling, wanted.prompt.prompt) == (plain.sampling, plain.prompt.prompt)
     assert refused(CHATS, **HELLO, typical_p=0.5, **{name: HINTS[name]}).param == "typical_p"

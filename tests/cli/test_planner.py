@@ -360,7 +360,7 @@ async def test_a_planner_acts_only_if_enabled(flags):
     assert value("baton_planner_target_nodes", {"kind": "prefill"}) == 2
     assert value("baton_planner_target_nodes", {"kind": "decode"}) == 1
     assert value("baton_planner_decisions_total", {"decision": "switch"}) == 1
-    assert value("baton_planner_role_changes_total", {"outcome": "done"}) == len(flags)
+    assert value("baton_planner_role_changes_total", {"outcome": "completed"}) == len(flags)
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
@@ -373,7 +373,7 @@ async def test_a_planner_migrates_requests_and_continues_after_a_failed_migratio
     assert fleet.moved == ([("d:1", "d:2")] * 2 if flags else [])
     value = metrics.registry.get_sample_value
     assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
-    for outcome in ("done", "undone"):
+    for outcome in ("completed", "failed"):
         assert value("baton_planner_rebalances_total", {"outcome": outcome}) == len(flags)
 
 

@@ -248,7 +248,7 @@ def test_reasoning_ends_only_with_its_marker(
 def test_a_call_that_follows_the_grammar_is_parsed(made: GrammarCompilers) -> None:
     listener = StreamParser(lambda: ModelFormat("harmony", "harmony").parser("", {}, reasons=True))
     answer = f"{THOUGHT}{PARIS}<|end|><|start|>assistant{MORE}{CALL_ENDS}"
-    heard = listener.hear(answer, last=True)
+    heard = listener.parse(answer, last=True)
     assert [part.name for part in heard.calls] == ["get", "get.more"]
     assert json.loads(heard.calls[0].arguments) == {"city": "Paris", "days": 3}
     assert (heard.content, heard.reasoning) == ("", "hm,\n\t<b> {ü}")

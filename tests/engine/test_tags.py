@@ -285,7 +285,9 @@ def test_arguments_between_special_tokens_have_no_grammar(name: str) -> None:
 
 def _heard(speech: ModelFormat, text: str) -> int:
     """Return the number of calls that the parser finds, each of which is JSON, and no content."""
-    heard = StreamParser(lambda: speech.parser("", dict(TOOLS), reasons=True)).hear(text, last=True)
+    heard = StreamParser(lambda: speech.parser("", dict(TOOLS), reasons=True)).parse(
+        text, last=True
+    )
     assert not heard.content.strip()
     for call in heard.calls:
         assert call.name in text and isinstance(json.loads(call.arguments), dict)

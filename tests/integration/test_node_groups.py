@@ -169,7 +169,7 @@ async def test_a_group_has_adapters_and_pages_in_memory_and_files(tmp_path: Path
                     assert list(answer.token_ids) == right
 
         async def offloaded() -> bool:
-            names = {"copy": "brought"}, {"copy": "written"}
+            names = {"copy": "loaded"}, {"copy": "written"}
             return all(
                 total(scraped(port), "baton_offload_bytes_total", **each) > 0
                 for port in metrics

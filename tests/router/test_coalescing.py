@@ -29,7 +29,7 @@ async def test_tokens_that_arrive_during_a_write_are_sent_in_the_next_one(model)
         request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=40))
         client = by_address("10.0.0.1")
         generating = asyncio.create_task(
-            pool.answers.generator.generate(from_request(request), client, write)
+            pool.idempotency.dispatcher.generate(from_request(request), client, write)
         )
         submit = await node.submitted()
         node.say({submit.number: [20]})

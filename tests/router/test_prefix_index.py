@@ -9,7 +9,7 @@ from common.request import PrefixHint
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import prefix_index
 from router.policy.load import PlacementDecision, PlacementKey
-from router.policy.prefix_index import STRIDE, PrefixHints, PrefixIndex, PromptPrefixes
+from router.policy.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
 
 SIZE = 16
 
@@ -184,7 +184,7 @@ def index_of(**pages: int) -> PrefixIndex:
 def hints(
     index: PrefixIndex, placement: PlacementDecision = P0_ON_D0, namespace: Namespace = SHARED
 ):
-    return PrefixHints(index).of(PlacementKey(PROMPT, "", namespace), placement)
+    return index.hints(PlacementKey(PROMPT, "", namespace), placement)
 
 
 def test_hints_name_the_three_nodes_with_most_pages_except_both_ends_of_the_hand_off():

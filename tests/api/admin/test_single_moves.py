@@ -6,10 +6,11 @@ from typing import Any, cast
 import msgspec
 from grpc import StatusCode
 
-from api.admin.moves import MigrationResult, MigrationService
+from api.admin.moves import MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
+from router.cluster.decode_client import MigrationOutcome
 from router.workers import OtherProcesses, ProcessHandler, ProcessReplies
 from tests.api.rig import Client, ask, collect, failure
 from tests.support.stub_decode_node import StubDecodeNode
@@ -131,11 +132,13 @@ class _Others:
     def __init__(self) -> None:
         self.handlers: dict[str, ProcessHandler] = {}
 
-    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> ProcessReplies:
+    async def ask(
+        self, path: str, longest_s: float = 2.0, /, **query: str
+    ) -> ProcessReplies[bytes]:
         if path == "/movable":
             return ProcessReplies({1: b'["theirs"]', 2: b"[]"}, 2)
         moved, stayed = (
-            msgspec.json.encode(MigrationResult("a:1", query["target"], reason))
+            msgspec.json.encode(MigrationOutcome(query["target"], reason, "a:1"))
             for reason in ("", "no node has room")
         )
         match query["request_id"]:

@@ -245,5 +245,9 @@ async def test_a_client_that_leaves_when_all_waits_end_releases_no_slot():
     assert (slots.num_taken, slots.num_of(holder), slots.num_of(gone)) == (1, 1, 0)
 
 
-def test_a_client_without_a_key_is_not_counted():
-    assert by_address("10.0.0.1").usage is None
+def test_a_client_without_a_key_has_no_limits():
+    usage = by_address("10.0.0.1").usage
+    usage.begin(10**9)
+    usage.prompts(10**9)
+    usage.begin()
+    assert usage.headers() == ()

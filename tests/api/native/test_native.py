@@ -6,8 +6,9 @@ from unittest.mock import Mock
 from grpc import StatusCode
 
 from api.dialect import generation_endpoint
-from api.dialect.generation_endpoint import RequestOrigin
-from api.native.generate import NativeEndpoint
+from api.dialect.generation_endpoint import DialectReader, HttpReply, RequestOrigin
+from api.native.generate import NATIVE
+from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.api.models import ids
@@ -87,8 +88,10 @@ async def test_the_size_of_a_stream_is_limited_by_the_length_of_its_response(mon
     written: list[bytes] = []
     stream = Mock(slow=False, push=written.append, finish=written.append)
     monkeypatch.setattr(generation_endpoint, "HttpStream", lambda request, kind, headers: stream)
-    asked = NativeEndpoint(ignore_unknown=False).read(b'{"text": "x", "stream": true}')
-    reply = asked.reply(RequestOrigin.now("id", "model"), Mock(), ())
+    reader = DialectReader(NATIVE, ModelFormat(), ignore_unknown=False)
+    asked = reader.read(b'{"text": "x", "stream": true}', [])
+    content = asked.content(RequestOrigin.now("id", "model"))
+    reply = HttpReply(content, 1, Mock(), (), stream=True)
     num = 4000
     for _ in range(num):
         assert reply.offer(0, OutputChunk("word ", (7,)))

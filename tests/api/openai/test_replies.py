@@ -8,14 +8,20 @@ import msgspec
 import pytest
 
 from api.auth.client import Client, by_address
-from api.dialect.generation_endpoint import EndpointReply, GenerationEndpoint, RequestOrigin
+from api.dialect.generation_endpoint import (
+    DialectReader,
+    GenerationEndpoint,
+    HttpReply,
+    RequestOrigin,
+)
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, Write
-from api.openai.completions import CompletionsEndpoint
+from api.idempotency import IdempotencyCache
+from api.openai.completions import COMPLETIONS
 from api.openai.replies import TextTokens
+from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk, PromptReport, TokenReport, TokenUsage
 from api.requests.generate_params import GenerateParams
-from api.requests.idempotency import IdempotencyCache
 from common.errors import DeadlineExceeded
 from router.metrics import RouterMetrics
 from tests.support.http_client import Client as HttpClient
@@ -27,10 +33,11 @@ async def client() -> HttpClient:
 
 
 @pytest.fixture
-async def reply(client: HttpClient) -> EndpointReply:
-    dialect = CompletionsEndpoint(ignore_unknown=False)
-    asked = dialect.read(b'{"prompt": "x", "stream": true}')
-    return asked.reply(RequestOrigin("id", "m", 0), client.request(), ())
+async def reply(client: HttpClient) -> HttpReply:
+    reader = DialectReader(COMPLETIONS, ModelFormat(), ignore_unknown=False)
+    asked = reader.read(b'{"prompt": "x", "stream": true}', [])
+    content = asked.content(RequestOrigin("id", "m", 0))
+    return HttpReply(content, 1, client.request(), (), stream=True)
 
 
 async def test_a_client_that_reads_gets_offered_pieces_at_once(client, reply):
@@ -93,7 +100,7 @@ async def test_an_ended_response_does_not_end_again():
     request = http.request(body)
     answers = IdempotencyCache(cast(Dispatcher, OneTooSlow()), keep_s=30.0)
     endpoint = GenerationEndpoint(
-        CompletionsEndpoint(ignore_unknown=False),
+        DialectReader(COMPLETIONS, ModelFormat(), ignore_unknown=False),
         answers,
         RouterMetrics(),
         lambda request, num_requests: by_address("10.0.0.1"),

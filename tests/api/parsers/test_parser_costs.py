@@ -71,7 +71,7 @@ def test_a_grammar_that_has_ended_keeps_no_text():
 
 
 def test_the_arguments_of_a_call_are_joined_once():
-    """Not with each of their parts: a response that is not streamed has all parts at once."""
+    """Not with each of their parts: of a whole answer all are parsed at once."""
 
     class Parts(str):
         def __radd__(self, other: str) -> str:
@@ -84,8 +84,8 @@ def test_the_arguments_of_a_call_are_joined_once():
         def finish(self) -> Sequence[Said]:
             return [ContentEvent(Parts("z")), ArgumentsEvent(Parts("x"))]
 
-    heard = StreamParser(Parser).hear("", last=True)
-    assert (heard.content, [call.arguments for call in heard.calls]) == ("yz", ["xxxx"])
+    parsed = StreamParser(Parser).parse("", last=True)
+    assert (parsed.content, [call.arguments for call in parsed.calls]) == ("yz", ["xxxx"])
 
 
 def test_a_brace_that_starts_no_call_is_reported_once():

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from api.parsers.events import StreamParser
 from api.parsers.formats import DEEPSEEK
-from api.parsers.model_format import NONE, ModelFormat, speech_of
+from api.parsers.model_format import NONE, ModelFormat, detect_format
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -41,7 +41,7 @@ class Parsed:
 
 
 def listened(
-    speech: ModelFormat,
+    model_format: ModelFormat,
     pieces: Sequence[str],
     end: str = "",
     tools: Mapping[str, Any] | None = TOOLS,
@@ -52,7 +52,9 @@ def listened(
     """Args:
     marks: positions of special tokens in the whole text.
     """
-    listener = StreamParser(lambda: speech.parser(end, tools, reasons=reasons), parallel=parallel)
+    parser = StreamParser(
+        lambda: model_format.parser(end, tools, reasons=reasons), parallel=parallel
+    )
     content = reasoning = ""
     calls: dict[int, tuple[str, str]] = {}
     ids: dict[int, str] = {}
@@ -60,10 +62,10 @@ def listened(
     for number, piece in enumerate(pieces, start=1):
         here = [mark - begun for mark in marks if 0 <= mark - begun < len(piece)]
         begun += len(piece)
-        heard = listener.hear(piece, here, last=number == len(pieces))
-        content += heard.content
-        reasoning += heard.reasoning
-        for part in heard.calls:
+        parsed = parser.parse(piece, here, last=number == len(pieces))
+        content += parsed.content
+        reasoning += parsed.reasoning
+        for part in parsed.calls:
             name, arguments = calls.get(part.index, ("", ""))
             assert bool(part.id) == bool(part.name) == (part.index not in ids)
             ids.setdefault(part.index, part.id)
@@ -303,12 +305,12 @@ CASES: dict[str, tuple[ModelFormat, str, Parsed]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_do_not_depend_on_the_cuts(name):
-    speech, text, reported = CASES[name]
+    model_format, text, reported = CASES[name]
     for cut in range(len(text) + 1):
-        assert listened(speech, [text[:cut], text[cut:]]) == reported, text[:cut]
+        assert listened(model_format, [text[:cut], text[cut:]]) == reported, text[:cut]
     for size in (1, 2, 3, 7):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(speech, [*pieces, ""]) == reported, size
+        assert listened(model_format, [*pieces, ""]) == reported, size
 
 
 SPOKEN = {
@@ -320,7 +322,9 @@ SPOKEN = {
     "mistral": replace(MISTRAL, tokens=dict.fromkeys(MISTRAL.markers(calls=True), 0)),
     "harmony": replace(HARMONY, tokens=dict.fromkeys(HARMONY.markers(calls=True), 0)),
 }
-ALL_SPELT = "".join(dict.fromkeys(each for speech in SPOKEN.values() for each in speech.tokens))
+ALL_SPELT = "".join(
+    dict.fromkeys(each for model_format in SPOKEN.values() for each in model_format.tokens)
+)
 QUOTED = json.dumps({"q": ALL_SPELT}, ensure_ascii=False)
 # Special tokens have a character before each. Everything else that is spelt like them is text.
 WITH_TOKENS: dict[str, tuple[str, Parsed]] = {
@@ -374,27 +378,27 @@ def test_the_spelling_of_a_special_token_is_no_marker(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_if_all_markers_are_special_tokens_nothing_else_changes(name):
-    speech, text, reported = CASES[name]
-    markers = [*speech.markers(calls=True)]
+    model_format, text, reported = CASES[name]
+    markers = [*model_format.markers(calls=True)]
     marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
-    spoken = replace(speech, tokens=dict.fromkeys(markers, 0))
+    spoken = replace(model_format, tokens=dict.fromkeys(markers, 0))
     for size in (1, 7, len(text) or 1):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         assert listened(spoken, [*pieces, ""], marks=marks) == reported, size
 
 
 def test_text_that_starts_like_a_special_token_is_not_held_back():
-    listener = StreamParser(lambda: SPOKEN["hermes"].parser("", TOOLS, reasons=True))
-    assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
+    parser = StreamParser(lambda: SPOKEN["hermes"].parser("", TOOLS, reasons=True))
+    assert parser.parse("~ <tool", [], last=False).content == "~ <tool"
 
 
 def test_parts_are_reported_before_the_rest_arrives():
-    listener = StreamParser(lambda: QWEN3.parser("", TOOLS, reasons=True))
-    assert listener.hear("<think>hm", last=False).reasoning == "hm"
-    assert listener.hear("</think>So", last=False).content == "So"
-    (begun,) = listener.hear('\n<tool_call>{"name": "f", "arg', last=False).calls
+    parser = StreamParser(lambda: QWEN3.parser("", TOOLS, reasons=True))
+    assert parser.parse("<think>hm", last=False).reasoning == "hm"
+    assert parser.parse("</think>So", last=False).content == "So"
+    (begun,) = parser.parse('\n<tool_call>{"name": "f", "arg', last=False).calls
     assert (begun.name, begun.arguments) == ("f", "")
-    (more,) = listener.hear('uments": {"city": "Pa', last=False).calls
+    (more,) = parser.parse('uments": {"city": "Pa', last=False).calls
     assert more.arguments == '{"city": "Pa'
 
 
@@ -412,9 +416,9 @@ def test_the_end_of_the_prompt_decides_whether_reasoning_has_begun(end, text, re
         assert listened(R1, [text], end) == reported
 
 
-@pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
-def test_reasoning_can_be_left_out(speech):
-    assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Parsed("hi")
+@pytest.mark.parametrize("model_format", [QWEN3, R1], ids=["qwen3", "r1"])
+def test_reasoning_can_be_left_out(model_format):
+    assert listened(model_format, ["<think>hm</th", "ink>hi"], reasons=False) == Parsed("hi")
 
 
 def test_without_allowed_tools_a_call_is_text():
@@ -430,7 +434,7 @@ def test_only_the_first_of_several_calls_is_reported_if_parallel_calls_are_disab
 
 
 @pytest.mark.parametrize(
-    "template, speech",
+    "template, model_format",
     [
         ("{{ messages }}", ModelFormat()),
         ("<tool_call> <think> </think>", ModelFormat("qwen3", "hermes")),
@@ -443,7 +447,7 @@ def test_only_the_first_of_several_calls_is_reported_if_parallel_calls_are_disab
         ("<|start|>assistant<|channel|>", ModelFormat("harmony", "harmony")),
     ],
 )
-def test_the_format_of_a_model_is_detected_from_its_template(template, speech):
-    assert speech_of(template, "auto", "auto") == speech
-    assert speech_of(template, "none", "none") == ModelFormat()
-    assert speech_of(template, "deepseek-r1", "hermes") == ModelFormat("deepseek-r1", "hermes")
+def test_the_format_of_a_model_is_detected_from_its_template(template, model_format):
+    assert detect_format(template, "auto", "auto") == model_format
+    assert detect_format(template, "none", "none") == ModelFormat()
+    assert detect_format(template, "deepseek-r1", "hermes") == ModelFormat("deepseek-r1", "hermes")

@@ -150,7 +150,7 @@ def test_a_piece_has_the_size_of_the_smaller_page(updater: Updater, sizes: tuple
     whole, path = bytearray(updater.file.num_bytes), updater.received.directory
     assert updater.file.read(0, memoryview(whole)) == len(whole)
     assert (path / "model.safetensors").read_bytes() == whole
-    lent = producer.gauges["total_weight_bytes/lent"]
+    lent = producer.gauges["total_weight_bytes/sent"]
     assert lent == consumer.gauges["total_weight_bytes/read"] >= len(whole)
     for node in (producer, consumer):
         assert node.memory.pages.num_free == NUM_PAGES

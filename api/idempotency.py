@@ -13,11 +13,12 @@ import asyncio
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from api.auth.client import Client
+from api.generation import Dispatcher
 from api.requests.answer import FinalChunk, Offer, OutputChunk, Write
 from api.requests.generate_params import GenerateParams, RenderedPrompt, SharedPrompt
 from common.errors import InvalidRequest, RequestAborted, check_at_most
@@ -29,17 +30,6 @@ _PIECE_BYTES = 400  # estimated size of a piece, without its text and tokens
 _TOKEN_BYTES = 36
 
 Name = tuple[str, str, int]  # client, key, index of the response
-
-
-class GenerateCall(Protocol):
-    async def generate(
-        self,
-        wanted: GenerateParams,
-        client: Client,
-        write: Write,
-        traceparent: str = "",
-        offer: Offer = ...,
-    ) -> None: ...
 
 
 class IdempotentRetry(NamedTuple):
@@ -64,7 +54,7 @@ class IdempotencyCache:
     """Responses of requests with idempotency keys. For one event loop.
 
     Attributes:
-        generator: serves requests without a key.
+        dispatcher: serves requests without a key.
 
     Args:
         keep_s: seconds for which a response is kept after its end, or continues without clients. 0:
@@ -72,9 +62,9 @@ class IdempotencyCache:
     """
 
     def __init__(
-        self, generator: GenerateCall, *, keep_s: float, max_bytes: int = MAX_BYTES
+        self, dispatcher: Dispatcher, *, keep_s: float, max_bytes: int = MAX_BYTES
     ) -> None:
-        self.generator = generator
+        self.dispatcher = dispatcher
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._answers: dict[Name, _Answer] = {}
@@ -148,7 +138,7 @@ class IdempotencyCache:
             lambda answer, num_bytes: self._grown(name, answer, num_bytes),
         )
         self._answers[name] = answer
-        work = self.generator.generate(wanted, client, answer.write, traceparent, answer.offer)
+        work = self.dispatcher.generate(wanted, client, answer.write, traceparent, answer.offer)
         answer.task = asyncio.create_task(work)
         answer.task.add_done_callback(lambda task: self._over(name, answer, task))
         self._grown(name, answer, _ANSWER_BYTES)
