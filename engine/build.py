@@ -29,9 +29,7 @@ from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.step_clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.memory_release import PageMemory, memory_of
-from engine.models import (
-    Model,
-)
+from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.vision.encoder_thread import EncoderThread
 from engine.models.weights import placed_experts
@@ -54,6 +52,7 @@ from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.split_prefill import GroupLimits
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
     EngineShape,
@@ -172,7 +171,8 @@ class Engine:
         model, forwards = self.model, self.runner.forwards
         assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
         limit_s = config.split_prefill_ms / 1000
-        scheduler.split_prefills(limit_s, len(model.layers), clock.prefill.token_s)
+        limits = GroupLimits(limit_s, len(model.layers), clock.prefill.token_s)
+        scheduler.split_prefills(limits)
         return SplitRunner(self.runner, forwards, model.begin)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:

@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.pages import ZERO, PageAllocator, PageHolder
 
 KEY_BYTES = 16
 PageKey = bytes
 NO_STATE = np.empty(0, np.int32)
-_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
 def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
@@ -142,21 +141,21 @@ class TreePages:
     def alone(self, node: RadixNode) -> NDArray[np.bool_]:
         """Return a mask of the pages that only the tree holds: [tables, n]."""
         unused = self._pool.unused(node.pages.ravel())
-        return unused.reshape(node.pages.shape) & (node.pages >= _FIRST)
+        return unused.reshape(node.pages.shape) & (node.pages >= ZERO)
 
     def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at the node's end that have no other holder in any table."""
         unused = self._pool.unused(node.pages.ravel())
         if np.count_nonzero(unused) == unused.size:
             return node.num_pages
-        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= _FIRST)).any(axis=0)
+        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= ZERO)).any(axis=0)
         (held,) = np.nonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
 
 
 def present(pages: Ints) -> Ints:
     """Return the pages that are not NO_PAGE."""
-    return pages[pages >= _FIRST]
+    return pages[pages >= ZERO]
 
 
 class TreeWindows:

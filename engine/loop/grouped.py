@@ -16,7 +16,7 @@ from engine.loop.step_clock import StepClock
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Announcement, Lockstep, ShutdownStage
 from engine.runner.stream import StreamEvent
-from engine.scheduler.next_rows import PrefillCounts, PrefillGate, prefills_now
+from engine.scheduler.next_rows import PrefillCounts, prefills_now
 from engine.scheduler.scheduler import Scheduler
 
 _NO_ROWS = np.empty(0, np.int32)
@@ -114,14 +114,14 @@ class DelayedPrompts:
 
     def __init__(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
         self._scheduler = scheduler
-        self._gate: PrefillGate = scheduler.gate_prefills()
         self._lockstep = lockstep
         self.waited = 0
         self.may_continue = False
 
     def follow(self, announced: Sequence[Announcement]) -> None:
         """Decide about the next step, based on the announcements in this one."""
-        was_open = self._gate.is_open
+        rows = self._scheduler.rows
+        was_open = rows.admits_prompts
         if not was_open and self._scheduler.num_waiting:
             self._lockstep.delayed_prefills += 1
         with_room = [each for each in announced if each.has_room]
@@ -131,9 +131,9 @@ class DelayedPrompts:
             sum(each.decodes for each in announced),
             sum(each.chunks for each in announced),
         )
-        self._gate.is_open = prefills_now(counts, self.waited)
-        self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
-        self.may_continue = self._gate.is_open and not was_open
+        rows.admits_prompts = prefills_now(counts, self.waited)
+        self.waited = self.waited + 1 if counts.ready and not rows.admits_prompts else 0
+        self.may_continue = rows.admits_prompts and not was_open
 
 
 class TakesPart(Protocol):
