@@ -66,7 +66,7 @@ from engine.sizing import (
     whole_layout,
 )
 from engine.speculative import Speculator
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 
 PROGRESS_S = 1.0  # seconds between two log lines about captured graphs
 EQUIP_S = 60.0  # seconds for the allocation of host pages
@@ -462,9 +462,10 @@ def assemble(
 
 def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
-    served, weights_id = loaded.servable, loaded.weights_id.result()
-    held = loaded.model, weights_id, others, loaded.region
-    return WeightUpdater(config, loaded.directory, served, *held)
+    memory = WeightsInMemory(
+        loaded.model, loaded.servable, config.quantize, loaded.share, loaded.region
+    )
+    return WeightUpdater(config, loaded.directory, loaded.weights_id.result(), memory, others)
 
 
 def _balancer(

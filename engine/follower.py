@@ -58,7 +58,7 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
-from engine.update import WeightSource
+from engine.update import WeightsInMemory, WeightSource
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two shared memories
 
@@ -137,7 +137,8 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
-    weights = RankWeights(config, opened.servable, source, model, share, leads_host, region)
+    memory = WeightsInMemory(model, opened.servable, config.quantize, share, region)
+    weights = RankWeights(config, memory, source, leads_host)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

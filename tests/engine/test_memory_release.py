@@ -22,7 +22,7 @@ from engine.models.refill import found, relocated
 from engine.rank_jobs import MemoryOfRanks
 from engine.ranks.messages import ReleasePools, RestorePools
 from engine.sizing import free_bytes
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 from kernels.cpu.memory import empty_in_huge_pages, release_memory, take
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import CPU, SOME, TOKENS, int8
@@ -237,7 +237,8 @@ def update(tmp_path):
     memory = host_memory()
     region = moved(served, model, memory)
     config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
-    made = WeightUpdater(config, directory, served, model, weights, region=region)
+    memory_of_weights = WeightsInMemory(model, served, region=region)
+    made = WeightUpdater(config, directory, weights, memory_of_weights)
     yield made, model, memory
     made.close()
 
@@ -399,7 +400,8 @@ def test_weights_on_a_gpu_without_a_region_stay(tmp_path):
     served = open_checkpoint(directory)
     model = served.load(CPU, torch.float32, "none")
     model.device = torch.device("cuda", 0)
-    update = WeightUpdater(EngineConfig(model=str(directory)), directory, served, model, UNNAMED)
+    config, memory = EngineConfig(model=str(directory)), WeightsInMemory(model, served)
+    update = WeightUpdater(config, directory, UNNAMED, memory)
     with pytest.raises(FailedPrecondition, match=r"--engine\.memory-saver"):
         update.check_drainable()
     update.close()

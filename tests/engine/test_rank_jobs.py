@@ -25,7 +25,7 @@ from engine.models import open_checkpoint
 from engine.models.refill import relocated
 from engine.rank_files import FilesOfRanks, when_all
 from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
 from engine.ranks.job_queue import JobQueue
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -43,7 +43,7 @@ from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
-from engine.update import WeightSource
+from engine.update import WeightsInMemory, WeightSource
 from kernels.cuda.virtual_memory import VirtualMemory
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
@@ -241,8 +241,8 @@ def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> N
     region = relocated(served.tensors(model), memory)
     source = WeightSource.of(directory, served)
     config = EngineConfig(model=str(directory))
-    weights = RankWeights(config, served, source, model, WHOLE, False, region)
-    weights.drain()
+    weights = RankWeights(config, WeightsInMemory(model, served, region=region), source, False)
+    weights.memory.release()
     assert memory.mapped_bytes == 0
     weights.refill(directory, UNNAMED)
     assert memory.mapped_bytes == region.num_bytes

@@ -14,7 +14,7 @@ from engine.models.linear import onednn
 from engine.models.weights import placed_experts
 from engine.ranks import Share
 from engine.ranks.expert_placement import ExpertPlacement
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 from tests.engine.test_model_precision import logits_of
 from tests.support import devices
 from tests.support.checkpoints import (
@@ -139,9 +139,8 @@ def shelf(tmp_path_factory):
 def update(shelf):
     served = open_checkpoint(shelf / "old")
     config = EngineConfig(model=str(shelf / "old"), weights_dir=shelf)
-    made = WeightUpdater(
-        config, shelf / "old", served, load(shelf / "old", CPU, torch.float32), UNNAMED
-    )
+    memory = WeightsInMemory(load(shelf / "old", CPU, torch.float32), served)
+    made = WeightUpdater(config, shelf / "old", UNNAMED, memory)
     yield made
     made.close()
 
@@ -184,9 +183,8 @@ def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(updat
 
 def test_without_a_directory_there_are_no_other_weights(shelf):
     config = EngineConfig(model=str(shelf / "old"))
-    update = WeightUpdater(
-        config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
-    )
+    memory = WeightsInMemory(SimpleNamespace(), open_checkpoint(shelf / "old"))
+    update = WeightUpdater(config, shelf / "old", UNNAMED, memory)
     with pytest.raises(InvalidRequest, match=r"has no engine\.weights_dir"):
         update.prepare("new")
     update.close()
@@ -204,4 +202,4 @@ def test_weights_that_cannot_be_read_any_more_leave_incomplete_ones_until_others
     update.put(update.prepare("new").result(60)).result(60)
     assert update.whole
     exact = logits_of(load(shelf / "new", CPU, torch.float32), TOKENS)
-    assert torch.equal(logits_of(update._model, TOKENS), exact)
+    assert torch.equal(logits_of(update._memory.model, TOKENS), exact)

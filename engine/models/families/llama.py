@@ -1,20 +1,17 @@
 """Llama 2 and later, and LLaVA 1.5, which is a Llama with an image encoder."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common
 from engine.models.fields import Fields
 
 
 def llama(config: Fields) -> DecoderSpec:
-    bias, norm = config.flag("attention_bias", False), common.norm(config)
+    bias = config.flag("attention_bias", False)
     mixer = common.attention(config, common.even_head_dim(config), bias=bias)
     ffn = common.dense(config, bias=config.flag("mlp_bias", False))
-    layers = [LayerSpec(mixer, ffn, norm)] * common.num_layers_of(config)
-    return common.decoder(config, layers, norm)
+    return common.decoder(config, mixer, ffn, common.norm(config))
 
 
 _LLAVA: Mapping[str, str | int] = {
@@ -32,10 +29,4 @@ def llava(config: Fields) -> DecoderSpec:
     text = config.nested("text_config")
     if text.text("model_type", "llama") != "llama":
         raise text.wrong("model_type", "llama")
-    spec = common.beside_encoder(config, llama, _LLAVA)
-    return replace(
-        spec,
-        prefix="language_model.model.",
-        head="language_model.lm_head",
-        unused=("vision_tower.", "multi_modal_projector."),
-    )
+    return common.beside_encoder(config, llama, common.LLAVA_NAMES, _LLAVA)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from engine.models.blocks.experts import Experts
-from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.fields import Fields
@@ -15,13 +14,10 @@ def mistral(config: Fields) -> DecoderSpec:
     # An explicit null disables the window. The default of an absent field in transformers is 4096.
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
-    norm = common.norm(config)
-    layers = [LayerSpec(mixer, common.dense(config), norm)] * common.num_layers_of(config)
-    return common.decoder(config, layers, norm)
+    return common.decoder(config, mixer, common.dense(config), common.norm(config))
 
 
 def mixtral(config: Fields) -> DecoderSpec:
-    norm = common.norm(config, eps=1e-5)
     window = config.integer("sliding_window") if "sliding_window" in config else None
     mixer = common.attention(config, common.even_head_dim(config), rope_theta=1e6)
     count = config.integer("num_local_experts", 8)
@@ -33,6 +29,5 @@ def mixtral(config: Fields) -> DecoderSpec:
         module="block_sparse_moe",
         storage=SeparateExperts("w1", "w3", "w2"),
     )
-    mixer = replace(mixer, window=window)
-    layers = [LayerSpec(mixer, experts, norm)] * common.num_layers_of(config)
-    return common.decoder(config, layers, norm)
+    norm = common.norm(config, eps=1e-5)
+    return common.decoder(config, replace(mixer, window=window), experts, norm)

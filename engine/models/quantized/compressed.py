@@ -25,8 +25,7 @@ class Int8Stored(Scheme):
 
     name: str = "int8 by channel"
     format: QuantFormat = INT8
-    ignored: frozenset[str] = _ACTIVATIONS
-    numbers: str = ".weight"
+    ignored = _ACTIVATIONS  # not a field: the order of a set would make fingerprints differ
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
@@ -57,6 +56,8 @@ class CompressedTensor(Scheme):
     group: int
     symmetric: bool
     reordered: bool
+    ignored = _ACTIVATIONS | {".weight_shape"}  # the model's own shape is equivalent
+    numbers = ".weight_packed"
 
     @property
     def name(self) -> str:
@@ -66,14 +67,6 @@ class CompressedTensor(Scheme):
     @property
     def format(self) -> QuantFormat | None:
         return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        return _ACTIVATIONS | {".weight_shape"}  # the model's own shape is equivalent
-
-    @property
-    def numbers(self) -> str:
-        return ".weight_packed"
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         rows, words = checkpoint.matrix_shape(f"{module}.weight_packed")

@@ -23,6 +23,7 @@ class Fp8(Scheme):
     """
 
     block: tuple[int, int] | None
+    ignored = frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
 
     @property
     def name(self) -> str:
@@ -31,10 +32,6 @@ class Fp8(Scheme):
     @property
     def format(self) -> QuantFormat:
         return QuantFormat("fp8", 0 if self.block is None else self.block[1])
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        return frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint

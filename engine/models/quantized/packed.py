@@ -100,6 +100,7 @@ class Gptq(Scheme):
     group: int
     zeros_less_one: bool
     reordered: bool
+    numbers = ".qweight"
 
     @property
     def name(self) -> str:
@@ -108,10 +109,6 @@ class Gptq(Scheme):
     @property
     def format(self) -> QuantFormat | None:
         return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
-
-    @property
-    def numbers(self) -> str:
-        return ".qweight"
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         words, rows = checkpoint.matrix_shape(f"{module}.qweight")
@@ -172,6 +169,7 @@ class Awq(Scheme):
     """Each word has the numbers of eight outputs, in a special order."""
 
     group: int
+    numbers = ".qweight"
 
     @property
     def name(self) -> str:
@@ -180,10 +178,6 @@ class Awq(Scheme):
     @property
     def format(self) -> QuantFormat:
         return QuantFormat("int4", max(self.group, 0))
-
-    @property
-    def numbers(self) -> str:
-        return ".qweight"
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         columns, words = checkpoint.matrix_shape(f"{module}.qweight")

@@ -11,9 +11,16 @@ from kernels.quantised import QuantFormat
 
 
 class Scheme(ABC):
-    """A storage scheme. Immutable and made of numbers, because it is part of the fingerprint."""
+    """A storage scheme. Immutable and made of numbers, because it is part of the fingerprint.
+
+    Attributes:
+        ignored: suffixes of tensor names that may exist and are not used.
+        numbers: suffix of the name of the tensor with a matrix's numbers.
+    """
 
     __slots__ = ()
+    ignored: frozenset[str] = frozenset()
+    numbers: str = ".weight"
 
     @property
     @abstractmethod
@@ -25,16 +32,6 @@ class Scheme(ABC):
     def format(self) -> QuantFormat | None:
         """The format in which products use the stored matrices directly. None: `matrix` returns
         floats."""
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """Suffixes of tensor names that may exist and are not used."""
-        return frozenset()
-
-    @property
-    def numbers(self) -> str:
-        """Suffix of the name of the tensor with a matrix's numbers."""
-        return ".weight"
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         """Return rows and columns of a module's matrix, based on its tensor of numbers, which must
