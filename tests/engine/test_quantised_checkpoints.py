@@ -86,6 +86,12 @@ def test_experts_may_be_quantised_too(made, twin_logits, architecture, name, deq
     torch.testing.assert_close(found, twin_logits(architecture, name), atol=1e-5, rtol=1e-5)
 
 
+# Seen failing with int8 by row: nodes with different hash seeds did not pair.
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_fingerprint_contains_no_set_because_its_order_differs_between_processes(made, name):
+    assert "{" not in repr(read_decoder(made("llama", name)[0]).stored)
+
+
 # olmoe: its class has each layer's experts in one stack, which no checkpoint of quantisers has.
 # The other formats are decoded by the same functions as for our own classes, see above.
 QUICK = [("olmo2", "fp8 by block"), ("olmo2", "awq"), ("olmoe", "gptq int4")]
