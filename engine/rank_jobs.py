@@ -34,24 +34,19 @@ from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     MOST_PAGES,
-    ClearSlots,
     CopyPages,
     DrainWeights,
     DropAdapter,
-    EraseSlots,
     FileJob,
     Job,
     JobDone,
     MoveExperts,
-    OpenPageFiles,
     RankReport,
     ReadAdapter,
-    ReadSlots,
     RefillWeights,
     ReleasePools,
     RestorePools,
     TransferJob,
-    WriteSlots,
 )
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier, PageCopier, PageCopy
@@ -293,11 +288,11 @@ class FollowerJobs:
         match job:
             case TransferJob(steps=before, body=body):
                 self._transfer.take(body, steps.after(before), reply)
-            case OpenPageFiles() | WriteSlots() | ReadSlots() | EraseSlots() | ClearSlots():
-                self._working.submit(self._file, job, reply)
             case CopyPages():
                 newest = steps.newest
                 self._copying.submit(self._do, reply, lambda: self._copy(job, newest))
+            case _ if isinstance(job, FileJob):
+                self._working.submit(self._do, reply, lambda: self._files.take(job, reply))
             case _:
                 self._working.submit(self._do, reply, lambda: self._done(job))
 
@@ -323,15 +318,11 @@ class FollowerJobs:
         by_rank = np.frombuffer(packed, np.int16).reshape(self._share.size, -1)
         return tuple(tuple(experts) for experts in by_rank.tolist())
 
-    def _do(self, reply: JobReply, work: Callable[[], bytes]) -> None:
+    def _do(self, reply: JobReply, work: Callable[[], bytes | None]) -> None:
+        """Do a job, and reply with its result. None: the job replies itself."""
         try:
-            reply(work())
-        except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            reply(error=_message(error))
-
-    def _file(self, job: FileJob, reply: JobReply) -> None:
-        try:
-            self._files.take(job, reply)
+            if (result := work()) is not None:
+                reply(result)
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
             reply(error=_message(error))
 

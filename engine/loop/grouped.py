@@ -6,15 +6,16 @@ rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.loop.loop import EngineRole
 from engine.loop.step_clock import StepClock
+from engine.models.decoder import Decoder
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Announcement, Lockstep, ShutdownStage
+from engine.runner.forwards import Forwards
 from engine.runner.stream import StreamEvent
 from engine.scheduler.next_rows import PrefillCounts, prefills_now
 from engine.scheduler.scheduler import Scheduler
@@ -136,18 +137,6 @@ class DelayedPrompts:
         self.may_continue = rows.admits_prompts and not was_open
 
 
-class TakesPart(Protocol):
-    """A model whose experts are shared in a group, see Decoder.take_part."""
-
-    def take_part(self) -> None: ...
-
-
-class GroupForwards(Protocol):
-    """The forward stream of a runner."""
-
-    def enqueue(self, work: Callable[[], None]) -> StreamEvent: ...
-
-
 class GroupedRunner:
     """A runner whose forwards compute experts for all nodes of a group. Engine thread only.
 
@@ -158,8 +147,8 @@ class GroupedRunner:
     def __init__(
         self,
         runner: BatchRunner,
-        forwards: GroupForwards,
-        model: TakesPart,
+        forwards: Forwards,
+        model: Decoder,
         exchange: ExpertExchange,
         lockstep: Lockstep,
     ) -> None:

@@ -18,7 +18,6 @@ from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
 from engine.models.families import read_decoder
-from engine.models.families.common import as_stored
 from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
@@ -45,7 +44,7 @@ class NativeCheckpoint:
         self._directory = directory
         self._sight = VisionInput.of(directory)
         names = stored_names(directory)
-        decoder = as_stored(read_decoder(directory), names)
+        decoder = read_decoder(directory, names)
         if self._sight is not None:
             files, model = self._sight.files, decoder.model
             model = replace(

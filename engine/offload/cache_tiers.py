@@ -96,7 +96,7 @@ class CacheTiers:
         below = () if filed is None else (filed.index,)
         self.host = host = HostCache(host_pages, tables.width, below)
         self.files = None if filed is None or store is None else FileTier(host, filed, store)
-        self.saves = TierSaves(host, pages, copier, self._saved)
+        self.saves = TierSaves(host, pages, copier, self.files)
         self.brought_pages = 0
         self._brought = TierLoads()
         self._cache = cache
@@ -273,10 +273,6 @@ class CacheTiers:
             for kept in way.kept:
                 kept.from_file = False
         self._over(way)
-
-    def _saved(self, keys: Sequence[PageKey]) -> None:
-        if self.files is not None:
-            self.files.saved(keys)
 
     def _over(self, way: TierMatch) -> None:
         for then in self._coming.pop(way.key):

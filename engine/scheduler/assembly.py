@@ -41,11 +41,10 @@ from engine.kv_cache.pages import ONE, PageAllocator, PageHolder, Pages
 from engine.kv_cache.radix_nodes import NO_STATE
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps
-from engine.scheduler.running import RunningBatch
+from engine.scheduler.running import NO_SLOTS, RunningBatch
 from engine.speculative import NOTHING, Speculator
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
-_NO_SLOTS = np.empty(0, np.intp)
 _NO_CHECKPOINTS: tuple[StateCheckpoint, ...] = ()
 
 
@@ -359,7 +358,7 @@ class StepAssembler:
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
         # Rows of the previous step, in both index types.
-        self._slots = np.empty(0, np.intp)
+        self._slots = NO_SLOTS
         self._slots_in_batch = np.empty(0, np.int32)
         # A slot is in flight if its step number is above `finished_step`. The numbers therefore
         # continue from the previous scheduler that used this table.
@@ -432,7 +431,7 @@ class StepAssembler:
             return replace(forward, batch=batch, swaps=swaps)
         if layers.drops:
             return _without_tokens(forward, batch, swaps)
-        return ScheduledStep(batch, (), _NO_SLOTS, swaps)
+        return ScheduledStep(batch, (), NO_SLOTS, swaps)
 
 
 def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:

@@ -34,7 +34,7 @@ from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, KeptCapacity
 from engine.scheduler.retraction import RetractedRequests, Retraction, victims_first
-from engine.scheduler.running import QuarantineQueue, RunningBatch
+from engine.scheduler.running import NO_SLOTS, QuarantineQueue, RunningBatch
 from engine.scheduler.slot_owners import SlotOwners
 
 MAX_PREEMPTIONS = 8  # per request
@@ -147,9 +147,6 @@ class Preemption:
         return chosen if missing <= 0 and room.num_slots + len(chosen) > 0 else []
 
 
-_NO_SLOTS = np.empty(0, np.intp)
-
-
 class StepKind(Enum):
     """Which requests a step may compute."""
 
@@ -172,7 +169,7 @@ class SelectedRows(NamedTuple):
     layers: LayerGroup | None = None
 
 
-NO_ROWS = SelectedRows((), _NO_SLOTS)
+NO_ROWS = SelectedRows((), NO_SLOTS)
 
 
 class RowSelector:
@@ -245,7 +242,7 @@ class RowSelector:
 
     def _of_all(self) -> SelectedRows:
         if extends := self._extends(quarantined=False):
-            return SelectedRows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
+            return SelectedRows(extends, self._riders() if self._mixed_chunk else NO_SLOTS)
         return self._of_decodes()
 
     def _of_decodes(self) -> SelectedRows:
@@ -253,7 +250,7 @@ class RowSelector:
 
     def _of_one(self) -> SelectedRows:
         if extends := self._extends(quarantined=True):
-            return SelectedRows(extends, _NO_SLOTS)
+            return SelectedRows(extends, NO_SLOTS)
         return SelectedRows((), self._decodes(self._quarantine.inside(self._running.ready())[:1]))
 
     def _extends(self, *, quarantined: bool) -> list[ExtendRow]:

@@ -26,7 +26,7 @@ from engine.scheduler.arrivals import FreeCapacity, KeptCapacity, PageDemand
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler
 from engine.scheduler.next_rows import NO_ROWS, Preemption, RowSelector, SelectedRows, StepKind
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
-from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
+from engine.scheduler.retraction import NO_SWAPS, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
 from engine.scheduler.slot_owners import MaskWaits, PausedRequest, SlotOwners, check_books
 from engine.scheduler.split_prefill import GroupLimits, SplitSelector
@@ -35,7 +35,6 @@ __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
 _NOTHING: Mapping[PageHolder, Iterable[Pages]] = {}
-_NO_SWAPS = HostSwaps()
 
 
 class Scheduler:
@@ -443,7 +442,7 @@ class Scheduler:
 
     def _launch(self, rows: SelectedRows, kind: StepKind) -> ScheduleBatch:
         quarantined = kind is StepKind.QUARANTINED
-        swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
+        swaps = self._retracted.swaps() if self._retracted else NO_SWAPS
         decodes = DecodeRows(rows.decodes)
         if self._speculation is not None:
             verify = not (quarantined or rows.extends)

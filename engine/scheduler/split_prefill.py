@@ -24,11 +24,10 @@ from engine.batch.table import SlotTable
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, ScheduledStep, StepAssembler
 from engine.scheduler.next_rows import RowSelector, SelectedRows, StepKind
-from engine.scheduler.retraction import HostSwaps
+from engine.scheduler.retraction import NO_SWAPS, HostSwaps
+from engine.scheduler.running import NO_SLOTS
 from engine.scheduler.slot_owners import SlotOwners
 
-_NO_SLOTS = np.empty(0, np.intp)
-_NO_SWAPS = HostSwaps()
 _UNKNOWN_STEP = np.iinfo(np.int64).max  # number of the forward's last step, which is not known yet
 
 
@@ -129,7 +128,7 @@ class SplitSelector:
         return self._assembler.group(forward, layers, swaps)
 
     def _begun(self, rows: SelectedRows) -> ScheduledStep:
-        forward = self._assembler.assemble(rows.extends, DecodeRows(rows.decodes), _NO_SWAPS)
+        forward = self._assembler.assemble(rows.extends, DecodeRows(rows.decodes), NO_SWAPS)
         self._table.hold(forward.slots, _UNKNOWN_STEP)
         for row in rows.extends:
             self._owners.record(row.slot, row.request)
@@ -150,7 +149,7 @@ class SplitSelector:
             for row in forward.extends
         )
         size = 0 if ends else self._group_size(forward.batch.num_tokens)
-        return SelectedRows((), _NO_SLOTS, LayerGroup(first, min(first + size, total), total))
+        return SelectedRows((), NO_SLOTS, LayerGroup(first, min(first + size, total), total))
 
     def _group_size(self, num_tokens: int) -> int:
         """Return the layers of a group: all if no request would be delayed."""

@@ -24,7 +24,6 @@ from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
 from engine.models.drafting import DraftSteps, ModelVectors, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
-from engine.models.families.common import as_stored
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.weights import StoredDecoder
@@ -43,7 +42,7 @@ class DraftModelCheckpoint:
             ConfigError: the configuration is invalid or not supported, or is for another target
                 model.
         """
-        spec = as_stored(read_decoder(directory), stored_names(directory))
+        spec = read_decoder(directory, stored_names(directory))
         self._weights, own = StoredDecoder(directory, spec), spec.model
         if own.vocabulary_size != model.vocabulary_size:
             raise ConfigError(

@@ -281,7 +281,7 @@ def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
     return decoder
 
 
-def as_stored(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
+def with_names(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
     """Return the decoder adapted to the names of the stored tensors: without a prefix if the
     checkpoint has only the decoder."""
     if "embed_tokens.weight" not in names or "model.embed_tokens.weight" in names:

@@ -12,7 +12,7 @@ from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import INT8, Matrix
 from engine.models.quantized.fp8 import Fp8, block_of
-from engine.models.quantized.packed import BITS, as_stored, group_size, unpacked
+from engine.models.quantized.packed import BITS, group_size, packed_matrix, unpacked
 from engine.models.quantized.protocol import Scheme
 from kernels.quantised import QuantFormat
 
@@ -101,7 +101,7 @@ class CompressedTensor(Scheme):
         if order in checkpoint.tensors:
             groups = checkpoint.read(order)
         numbers = unpacked(packed, self.bits)[:, :columns]
-        return as_stored(numbers, scale, zeros, self.format, groups)
+        return packed_matrix(numbers, scale, zeros, self.format, groups)
 
 
 def compressed_tensors(config: Fields) -> Scheme:

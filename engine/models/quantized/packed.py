@@ -48,7 +48,7 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
     return wide.mul_(scale.float()[:, groups.long()])
 
 
-def as_stored(
+def packed_matrix(
     numbers: Tensor, scale: Tensor, zero: Tensor, form: QuantFormat | None, groups: Tensor | None
 ) -> Matrix:
     """Return integers as they are if a format is given, otherwise as floats.
@@ -135,7 +135,7 @@ class Gptq(Scheme):
             zeros = (zeros + 1) & (2**self.bits - 1)
         scales = checkpoint.read(f"{module}.scales").t()
         groups = self._groups(module, columns, checkpoint)
-        return as_stored(numbers, scales, zeros, self.format, groups)
+        return packed_matrix(numbers, scales, zeros, self.format, groups)
 
     def _groups(self, module: str, columns: int, checkpoint: Checkpoint) -> Tensor | None:
         """Return the group of each input. None: groups are consecutive."""
@@ -197,7 +197,7 @@ class Awq(Scheme):
         numbers = _awq_numbers(checkpoint.read(f"{module}.qweight")).t()
         zeros = _awq_numbers(checkpoint.read(f"{module}.qzeros")).t()
         scales = checkpoint.read(f"{module}.scales").t()
-        return as_stored(numbers, scales, zeros, self.format, None)
+        return packed_matrix(numbers, scales, zeros, self.format, None)
 
 
 def _awq_numbers(words: Tensor) -> Tensor:
