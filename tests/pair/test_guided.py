@@ -363,7 +363,7 @@ def test_a_row_that_is_held_can_be_cancelled(noise, monkeypatch):
 
 
 def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monkeypatch):
-    """Really slow: it has ever more readings. It is ended while the prover lets all pass."""
+    """Really slow: it has ever more readings. It is ended while the verifier accepts everything."""
     monkeypatch.setattr(matching, "ALLOWANCE_S", 0.05)
     monkeypatch.setattr(matching, "S_PER_TOKEN", 1e-5)
     loaded, _ = noise

@@ -22,9 +22,10 @@ from engine.models.linear import form_of
 from engine.models.linear.dense import DenseForm
 from engine.models.quantized import scheme_of
 from engine.models.quantized.protocol import Scheme
+from engine.models.refill import drain, found, refill
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep, PagedLayer, attach
-from engine.models.transformers_backend.held import drain_modules, hold, refill_modules, tensors_of
+from engine.models.transformers_backend.held import hold, parts_of
 from engine.models.transformers_backend.loading import read_model
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.parts import connect
@@ -107,7 +108,7 @@ class TransformersCheckpoint:
                 f"{self._directory}: the running model does not use the Transformers library"
             )
         fresh = self.load(model.device, model.dtype, quantize, share)
-        refill_modules(model.modules, fresh.modules)
+        refill(parts_of(model.modules), parts_of(fresh.modules))
         del fresh
         trim()
 
@@ -120,12 +121,12 @@ class TransformersCheckpoint:
 
     def drain(self, model: object) -> None:
         assert isinstance(model, TransformersModel)
-        drain_modules(model.modules)
+        drain(parts_of(model.modules))
         trim()
 
     def tensors(self, model: object) -> Iterable[Tensor]:
         assert isinstance(model, TransformersModel)
-        return tensors_of(model.modules)
+        return found(Tensor, parts_of(model.modules))
 
     def _part(self, share: Share) -> MetaModel:
         """Return the class as a rank has it. Raise ConfigError as `part_of` does."""
