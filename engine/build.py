@@ -11,7 +11,7 @@ import torch
 from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
-from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
+from engine.adapters.adapters import AdapterBank, AdapterManager, adapter_directory, load_all
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
 from engine.batch.graph_shapes import max_tokens
@@ -429,7 +429,7 @@ def assemble(
     model, spec = loaded.model, loaded.model.spec
     of_tokens = loaded.directory, spec.vocabulary_size, spec.eos_token_ids
     library = AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes)
-    shelf: AdapterSource = shelf_of(config.lora, model)
+    source: AdapterSource = adapter_directory(config.lora, model)
     adapters = AdapterManager(library, loaded.bank, core.table)
     features = every_feature(
         core.table, spec.vocabulary_size, spec.eos_token_ids, backend.shape.device
@@ -438,8 +438,8 @@ def assemble(
     runner = backend.runner(model, core.table, features, adapters, recorder)
     if loaded.followers is not None:
         runner = _leading(runner, config, loaded.followers, backend)
-        shelf = AdaptersOfRanks(shelf, loaded.followers)
-    load_all(config.lora, shelf, library)
+        source = AdaptersOfRanks(source, loaded.followers)
+    load_all(config.lora, source, library)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
     weights = _updater(config, loaded)
@@ -453,7 +453,7 @@ def assemble(
         backend,
         runner,
         adapters,
-        AdapterLoader(shelf, library),
+        AdapterLoader(source, library),
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
         weights,
         balancer=_balancer(config, loaded, weights, backend.stream),

@@ -19,7 +19,7 @@ from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
-from engine.adapters.adapters import shelf_of
+from engine.adapters.adapters import adapter_directory
 from engine.build import measured_room, pages_of
 from engine.footprint import largest_forward
 from engine.kv_cache.kv import KVPool
@@ -135,7 +135,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     ring = StepRing(files[0], message.block_bytes)
     os.close(files[0])
     _send(steps, RankReady())
-    adapters = shelf_of(config.lora, model)
+    adapters = adapter_directory(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
     memory = WeightsInMemory(model, opened.servable, config.quantize, share, region)
     weights = RankWeights(config, memory, source, leads_host)

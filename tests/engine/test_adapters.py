@@ -21,17 +21,17 @@ from common.errors import (
 from engine.adapters.adapters import (
     AdapterBank,
     AdapterManager,
+    adapter_directory,
     bank_of,
     load_all,
     no_adapters,
-    shelf_of,
 )
 from engine.adapters.library import (
     MAX_LOADING,
     AdapterCache,
     AdapterDirectory,
     AdapterLoader,
-    no_shelf,
+    no_adapter_directory,
 )
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter, LoraPair
 from engine.batch.batch import ForwardMode, ScheduleBatch
@@ -200,7 +200,7 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
 
 
 def test_without_a_directory_there_are_no_adapters(model):
-    nothing = no_shelf()
+    nothing = no_adapter_directory()
     assert refusal(nothing) == "lora_path: this node has no engine.lora.adapter_dir"
     assert bank_of(LoraConfig(), model, free=0).num_slots == 0
 
@@ -209,14 +209,14 @@ def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model,
     make("a"), make("b", seed=1)
     config = LoraConfig(adapter_dir=tmp_path / "shelf", preload=("a", "other=b"))
     library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
-    load_all(config, shelf_of(config, model), library)
+    load_all(config, adapter_directory(config, model), library)
     assert set(library.names()) == {"a", "other"}
     for wrong in ({"preload": ("c",)}, {"preload": ("a", "b"), "max_cpu_loras": 1}):
         config = LoraConfig(adapter_dir=tmp_path / "shelf", **wrong)
         with pytest.raises(ConfigError, match=r"engine\.lora\.preload: "):
             load_all(
                 config,
-                shelf_of(config, model),
+                adapter_directory(config, model),
                 AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes),
             )
 

@@ -30,7 +30,7 @@ from common.requests.sampling import SamplingParams
 from decode_node import engine as decode_engine
 from decode_node.engine import DecodeRole
 from engine.adapters.adapters import no_adapters
-from engine.adapters.library import AdapterCache, AdapterLoader, no_shelf
+from engine.adapters.library import AdapterCache, AdapterLoader, no_adapter_directory
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
@@ -245,7 +245,7 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
         pages_by_holder=core.pages.by_holder,
         clock=StepClock(first_step_s=1.0),
         cache=CacheReports(CacheEvents(core.cache), front.post),
-        adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
+        adapters=AdapterLoader(no_adapter_directory(), AdapterCache(0, 0)),
         operations=EngineOperations(_UPDATER, weights, _MEMORY, _PROFILER),
     )
 
