@@ -20,6 +20,8 @@ from engine.memory_release import MemoryOccupation, memory_of
 from engine.models import content, load, open_checkpoint, stored_of
 from engine.models.refill import found, relocated
 from engine.rank_jobs import MemoryOfRanks
+from engine.ranks import Share
+from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.messages import ReleasePools, RestorePools
 from engine.sizing import free_bytes
 from engine.update import WeightsInMemory, WeightUpdater
@@ -393,6 +395,20 @@ def test_the_option_is_refused_on_a_cpu(tmp_path):
     config = EngineConfig(model=str(tmp_path), device="cpu", memory_saver=True)
     with pytest.raises(ConfigError, match=r"engine\.memory_saver is for GPUs"):
         open_model(config)
+
+
+# Seen failing while the weights of a node without other ranks were read again as the whole model.
+def test_the_experts_of_a_node_in_a_data_parallel_group_come_back(tmp_path):
+    directory = make_checkpoint(tmp_path, "qwen3_moe")
+    served, share = open_checkpoint(directory), Share(exchange=ExpertExchange(0, 2))
+    model = served.load(CPU, torch.float32, "none", share)
+    before = [each.clone() for each in served.tensors(model)]
+    config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
+    update = WeightUpdater(config, directory, weights, WeightsInMemory(model, served, share=share))
+    update.release().result(60)
+    update.restore().result(60)
+    assert update.whole and all(map(torch.equal, served.tensors(model), before))
+    update.close()
 
 
 def test_weights_on_a_gpu_without_a_region_stay(tmp_path):
