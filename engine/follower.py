@@ -137,7 +137,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     _send(steps, RankReady())
     adapters = adapter_directory(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
-    memory = WeightsInMemory(model, opened.servable, config.quantize, share, region)
+    memory = WeightsInMemory(model, opened.servable, region)
     weights = RankWeights(config, memory, source, leads_host)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)

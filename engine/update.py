@@ -14,14 +14,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from common.config import EngineConfig, Quantize
+from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
 from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
 from engine.models.checkpoint import UNREADABLE, FileStamps, below, content, file_stamps, refusing
 from engine.models.choice import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
-from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 from engine.sizing import free_bytes
 from kernels.cuda.driver import OutOfDeviceMemory
@@ -83,19 +82,17 @@ class WeightsInMemory:
 
     model: Model
     served: LoadableModel
-    quantize: Quantize = "none"
-    share: Share = WHOLE
     region: Region | None = None
 
     def refill(self, servable: LoadableModel) -> None:
         """Replace the weights by those of a checkpoint. Raise as LoadableModel.refill does."""
         self.map()
-        servable.refill(self.model, self.quantize, self.share)
+        servable.refill(self.model)
         self._settle()
 
     def move_experts(self, servable: LoadableModel, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots, by layer, from the current weights' checkpoint."""
-        servable.move_experts(self.model, moves, self.quantize, self.share)
+        servable.move_experts(self.model, moves)
         self._settle()
 
     def release(self) -> None:
@@ -380,8 +377,8 @@ class WeightUpdater:
         there is not enough."""
         if not there.refilled_whole:
             return
-        model, memory = self._memory.model, self._memory
-        wanted = there.weight_bytes(model.device, model.dtype, memory.quantize, memory.share)
+        model = self._memory.model
+        wanted = there.weight_bytes(model.target)
         left = free_bytes(model.device, self._config.cache.memory_fraction)
         if wanted > left:
             raise InvalidRequest(

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import onednn
+from engine.models.spec import LoadTarget
 from engine.models.transformers_backend.held import WeightHolder
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
@@ -113,7 +114,7 @@ def check(directory: Path, size: int) -> None:
         for state, pages, every in zip(servable.spec.layers, own.pages, whole.pages, strict=True):
             heads = state.own(rank, size)
             same(pages, every[:, heads.start : heads.stop])
-        said = servable.weight_bytes(CPU, torch.float32, "none", Share(rank, size))
+        said = servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(rank, size)))
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -142,7 +143,7 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
         return
     servable = open_checkpoint(directory, "transformers")
     with pytest.raises(ConfigError, match=reason):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_classes_that_ranks_cannot_divide_are_refused(
 ) -> None:
     servable = open_checkpoint(make_tiny(tmp_path, kind, **fields), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(CPU, torch.float32, "none", share)
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=share))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_plans_that_are_not_supported_are_refused_by_name(
     monkeypatch.setattr(Olmo2Config, "base_model_tp_plan", plan)
     servable = open_checkpoint(make_tiny(tmp_path, "olmo2"), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 def test_a_rank_takes_other_weights(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_rank_takes_other_weights(tmp_path: Path) -> None:
         model, servable = load(first, share), open_checkpoint(second, "transformers")
         servable.drain(model)
         with _LOADING:
-            servable.refill(model, "none", share)
+            servable.refill(model)
         return compute(second, share, model).logits
 
     expected = compute(second, WHOLE).logits
@@ -234,7 +235,7 @@ def test_parts_of_products_take_the_forms_that_the_processor_is_fast_with(
 
     def logits(share: Share) -> Tensor:
         model = load(directory, share, dtype=torch.bfloat16, quantize=quantize)
-        said = servable.weight_bytes(CPU, torch.bfloat16, quantize, share)
+        said = servable.weight_bytes(LoadTarget(CPU, torch.bfloat16, quantize, share))
         assert said == nbytes(model)
         return compute(directory, share, model).logits.float()
 

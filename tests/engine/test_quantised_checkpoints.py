@@ -16,7 +16,7 @@ from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
 from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
-from engine.models.spec import NOT_QUANTISED
+from engine.models.spec import NOT_QUANTISED, LoadTarget
 from engine.models.weights import stored
 from tests.engine.test_linear import taken_by
 from tests.support.checkpoints import fingerprint, make_checkpoint
@@ -125,10 +125,10 @@ def test_on_a_gpu_mxfp4_stays_as_it_is(made, twin_logits, monkeypatch):
     monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
-    decoder = checkpoint.load(CPU, torch.bfloat16, "none")
+    decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
     experts = decoder.layers[0].ffn.experts
     assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
-    assert checkpoint.weight_bytes(CPU, torch.bfloat16, "none") == taken_by(decoder)
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.bfloat16)) == taken_by(decoder)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_on_a_cpu_4_bits_stay_as_they_are(made, monkeypatch, architecture, name)
     quantised, twin = made(architecture, name)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
-    decoder = checkpoint.load(CPU, torch.float32, "none")
+    decoder = checkpoint.load(LoadTarget(CPU, torch.float32))
     ffn = decoder.layers[-1].ffn
     own = ffn.down if architecture == "qwen2" else ffn.experts.nets[0][1]
     assert isinstance(own, CodePanels)
-    assert checkpoint.weight_bytes(CPU, torch.float32, "none") == taken_by(decoder)
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.float32)) == taken_by(decoder)
 
 
 @multiplies_int8
@@ -186,9 +186,9 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(
     monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
-    decoder = checkpoint.load(CPU, torch.bfloat16, "none")
+    decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
     assert isinstance(decoder.layers[0].mixer.output, WeightOnlyLinear)
-    assert checkpoint.weight_bytes(CPU, torch.bfloat16, "none") == taken_by(decoder)
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.bfloat16)) == taken_by(decoder)
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
@@ -197,8 +197,8 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(
 def test_weights_take_what_is_said_before_they_are_loaded(made, architecture, name, dtype):
     quantised, _ = made(architecture, name)
     checkpoint = open_checkpoint(quantised)
-    assert checkpoint.weight_bytes(CPU, dtype, "none") == taken_by(
-        checkpoint.load(CPU, dtype, "none")
+    assert checkpoint.weight_bytes(LoadTarget(CPU, dtype)) == taken_by(
+        checkpoint.load(LoadTarget(CPU, dtype))
     )
 
 

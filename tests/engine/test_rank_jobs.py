@@ -23,6 +23,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import open_checkpoint
 from engine.models.refill import relocated
+from engine.models.spec import LoadTarget
 from engine.rank_files import FilesOfRanks, when_all
 from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
 from engine.ranks import Share
@@ -236,7 +237,7 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
 def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     served, memory = open_checkpoint(directory), host_memory()
-    model = served.load(CPU, torch.float32, "none")
+    model = served.load(LoadTarget(CPU, torch.float32))
     before = [each.clone() for each in served.tensors(model)]
     region = relocated(served.tensors(model), memory)
     source = WeightSource.of(directory, served)

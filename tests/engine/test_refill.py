@@ -11,6 +11,7 @@ from common.errors import FailedPrecondition, InvalidRequest
 from common.requests.namespace import UNNAMED
 from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
+from engine.models.spec import LoadTarget
 from engine.models.weights import placed_experts
 from engine.ranks import Share
 from engine.ranks.expert_placement import ExpertPlacement
@@ -48,7 +49,7 @@ def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fiel
     new = make_checkpoint(tmp_path / "new", architecture, seed=1, **fields)
     model = load(old, CPU, dtype, quantize)
     before = logits_of(model, TOKENS)
-    open_checkpoint(new).refill(model, quantize)
+    open_checkpoint(new).refill(model)
     fresh = load(new, CPU, dtype, quantize)
     assert not torch.equal(before, logits_of(fresh, TOKENS))
     return logits_of(model, TOKENS), logits_of(fresh, TOKENS)
@@ -104,13 +105,17 @@ def test_slots_have_the_numbers_of_their_new_experts(
     if stored:
         directory, _ = requantised(directory, tmp_path, FORMATS[stored])
     checkpoint, first = open_checkpoint(directory), ExpertPlacement(2, 2, counts_tokens=False)
-    model = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=first))
+    model = checkpoint.load(
+        LoadTarget(CPU, dtype, quantize, Share(1, 2, None, True, placement=first))
+    )
     moved, moves = ExpertPlacement(2, 2, counts_tokens=False), {}
     for experts in placed_experts(model):
         moves[experts.layer] = first.slots(experts.layer, experts.shape.count)[::-1]
     moved.move(moves)
-    checkpoint.move_experts(model, moves, quantize, Share(1, 2, None, True, placement=first))
-    fresh = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=moved))
+    checkpoint.move_experts(model, moves)
+    fresh = checkpoint.load(
+        LoadTarget(CPU, dtype, quantize, Share(1, 2, None, True, placement=moved))
+    )
     x = torch.randn(40, model.spec.hidden_size).to(dtype)
     for mine, other in zip(placed_experts(model), placed_experts(fresh), strict=True):
         weights = torch.ones(40, 1)

@@ -78,7 +78,7 @@ class ReadAhead:
             log.info("weights %s", kv(read=share, mib=self._read >> 20, of_mib=self._total >> 20))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TensorReader(BlockWeights):
     """Reads weights from a checkpoint."""
 
