@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from engine.models.checkpoint import Checkpoint, TensorRequest
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import MatrixLocation, Scheme, wanted_by
 from engine.models.spec import LoadTarget
 from engine.models.transformers_backend.attention import NAME
 from engine.models.transformers_backend.parts import cut_tied, cutting, loaded
@@ -48,10 +48,9 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     for name in checkpoint.tensors:
         module = name.removesuffix(scheme.numbers)
         if module != name and not checkpoint.has_floats(f"{module}.weight"):
-            rows, columns = scheme.shape(module, checkpoint)
-            wanted |= scheme.wanted(module, rows, columns, checkpoint)
-            read = partial(_matrix, scheme, module, rows, columns, checkpoint)
-            matrices[f"{module}.weight"] = Unread(read)
+            at = MatrixLocation(checkpoint, module, *scheme.shape(module, checkpoint))
+            wanted |= wanted_by(scheme, at)
+            matrices[f"{module}.weight"] = Unread(partial(_floats, scheme, at))
     ignored = tuple(scheme.ignored)
     whole = [n for n in checkpoint.tensors if n not in wanted and not n.endswith(ignored)]
     for name in whole:
@@ -61,8 +60,8 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     return matrices | {name: Unread(partial(checkpoint.read, name)) for name in whole}
 
 
-def _matrix(scheme: Scheme, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Tensor:
-    return scheme.matrix(module, rows, columns, checkpoint).floats()
+def _floats(scheme: Scheme, at: MatrixLocation) -> Tensor:
+    return scheme.matrix(at).floats()
 
 
 def read_model(

@@ -22,7 +22,7 @@ from engine.models.linear import (
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import MatrixLocation, Scheme, storing, wanted_by
 from engine.models.spec import LoadTarget
 from engine.ranks import ExpertPart, Share
 from kernels.experts.grouped_mlp import ExpertMatrices
@@ -107,8 +107,8 @@ class TensorInventory(BlockWeights):
         return self._nothing(shape)
 
     def _matrix(self, module: str, part: MatrixPart) -> Matrix:
-        wanted = self._scheme(module).wanted(module, part.rows, part.columns, self.checkpoint)
-        self.needs.stored.update(wanted)
+        at = MatrixLocation(self.checkpoint, module, part.rows, part.columns)
+        self.needs.stored.update(wanted_by(self._scheme(module), at))
         return Matrix(self._nothing((part.num_outputs, len(part.inputs))))
 
     def _product(self, parts: Mapping[str, MatrixPart], biases: Sequence[Tensor]) -> Linear:
