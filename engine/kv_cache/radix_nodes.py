@@ -20,6 +20,7 @@ branch instead of passing it.
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -49,49 +50,42 @@ def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey
         yield above
 
 
+@dataclass(slots=True, eq=False)
 class RadixNode:
-    """A run of pages without a branch. The first pages of its children differ in their tokens."""
+    """A run of pages without a branch. The first pages of its children differ in their tokens.
 
-    __slots__ = (
-        "children",
-        "key",
-        "keys",
-        "last_used",
-        "names",
-        "num_saved",
-        "number",
-        "pages",
-        "parent",
-        "passed",
-        "queued",
-        "resumed",
-        "settled_at",
-        "state",
-        "tokens",
-    )
+    Attributes:
+        key: key in its parent's dict of children: its first page of tokens, preceded by the
+            namespace directly below the root.
+        tokens: [pages.shape[1] * page_size].
+        pages: [tables, any], NO_PAGE where no window is kept.
+        parent: None: it is the root, or removed.
+        queued: whether it has an entry in the heap of leaves.
+        passed: whether it is in the queue of nodes that have a child.
+        resumed: whether a request continued from within it.
+        state: pages of the state at its end, if one is kept.
+        names: names of its pages (namespace.py), set while the tree has a journal or an offload
+            tier.
+        keys: keys of its pages, set while the tree has an offload tier.
+        num_saved, settled_at: set by the offload tier: number of its first pages that are
+            completely saved there, and the time of that check.
+    """
 
-    def __init__(
-        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "RadixNode | None"
-    ) -> None:
-        self.number = number
-        # Key in its parent's dict of children: its first page of tokens, preceded by the namespace
-        # directly below the root.
-        self.key = key
-        self.tokens = tokens  # [pages.shape[1] * page_size]
-        self.pages = pages  # [tables, any], NO_PAGE where no window is kept
-        self.parent = parent  # None: it is the root, or removed
-        self.children: dict[bytes, RadixNode] = {}
-        self.last_used = 0
-        self.queued = False  # whether it has an entry in the heap of leaves
-        self.passed = False  # whether it is in the queue of nodes that have a child
-        self.resumed = False  # whether a request continued from within it
-        self.state = NO_STATE  # pages of the state at its end, if one is kept
-        # Names of its pages (namespace.py), set while the tree has a journal or an offload tier.
-        self.names: list[int] = []
-        self.keys: list[PageKey] = []  # keys of its pages, set while the tree has an offload tier
-        # Set by the offload tier: number of its first pages that are completely saved there, and
-        # the time of that check.
-        self.num_saved, self.settled_at = 0, -math.inf
+    number: int
+    key: bytes
+    tokens: Ints
+    pages: Ints
+    parent: "RadixNode | None"
+    children: dict[bytes, "RadixNode"] = field(default_factory=dict)
+    last_used: int = 0
+    queued: bool = False
+    passed: bool = False
+    resumed: bool = False
+    state: Ints = field(default_factory=lambda: NO_STATE)
+    names: list[int] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
+    num_saved: int = 0
+    settled_at: float = -math.inf
 
     @property
     def num_pages(self) -> int:
