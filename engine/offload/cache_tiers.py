@@ -167,7 +167,9 @@ class CacheTiers:
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
         """Record that a request continues from all of these tokens, which are in the tree."""
-        for key in self._cache.keys(token_ids, namespace) if self._unused else ():
+        if not self._unused:
+            return
+        for key in self._cache.keys(token_ids, namespace):
             filed = self._unused.pop(key, None)
             if filed is not None:
                 self.used_pages[filed] += 1
