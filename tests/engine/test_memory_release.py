@@ -405,7 +405,7 @@ def test_the_experts_of_a_node_in_a_data_parallel_group_come_back(tmp_path):
     model = served.load(LoadTarget(CPU, torch.float32, share=share))
     before = [each.clone() for each in served.tensors(model)]
     config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
-    update = WeightUpdater(config, directory, weights, WeightsInMemory(model, served, share=share))
+    update = WeightUpdater(config, directory, weights, WeightsInMemory(model, served))
     update.release().result(60)
     update.restore().result(60)
     assert update.whole and all(map(torch.equal, served.tensors(model), before))
