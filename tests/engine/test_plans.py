@@ -56,10 +56,12 @@ class Computed:
     num_bytes: int
 
 
-def load(directory: Path, share: Share, **options: Any) -> TransformersModel:
-    how = {"dtype": torch.float32, "quantize": "none", **options}
+def load(
+    directory: Path, share: Share, dtype: torch.dtype = torch.float32, quantize: Quantize = "none"
+) -> TransformersModel:
     with _LOADING:
-        model = open_checkpoint(directory, "transformers").load(CPU, share=share, **how)
+        servable = open_checkpoint(directory, "transformers")
+        model = servable.load(LoadTarget(CPU, dtype, quantize, share))
     assert isinstance(model, TransformersModel)
     return model
 

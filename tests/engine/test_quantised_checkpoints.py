@@ -17,7 +17,7 @@ from engine.models.linear import choose, onednn, rounding_of
 from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
 from engine.models.spec import NOT_QUANTISED, LoadTarget
-from engine.models.weights import stored
+from engine.models.weights import stored, survey
 from tests.engine.test_linear import taken_by
 from tests.support.checkpoints import fingerprint, make_checkpoint
 from tests.support.devices import use
@@ -119,10 +119,16 @@ def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(made, twin_log
     assert read_decoder(quantised).model.stored == "MXFP4 experts"
 
 
+def keep_as_on_a_gpu(monkeypatch):
+    """Compute as a GPU would, with the references of its kernels."""
+    for module in (stored, survey):
+        monkeypatch.setattr(module, "form_of", lambda target, _: WeightOnlyForm(CPU, target.dtype))
+
+
 def test_on_a_gpu_mxfp4_stays_as_it_is(made, twin_logits, monkeypatch):
     quantised, _ = made("gpt_oss", "mxfp4")
     expected = twin_logits("gpt_oss", "mxfp4")
-    monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
+    keep_as_on_a_gpu(monkeypatch)
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
     decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
@@ -180,10 +186,9 @@ def test_int8_by_row_is_multiplied_as_it_is(made, twin_logits, architecture):
 def test_on_a_gpu_quantised_weights_stay_as_they_are(
     made, twin_logits, monkeypatch, architecture, name
 ):
-    """Compute as a GPU would, with the references of its kernels."""
     quantised, _ = made(architecture, name)
     expected = twin_logits(architecture, name)
-    monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
+    keep_as_on_a_gpu(monkeypatch)
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
     decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
