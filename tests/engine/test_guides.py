@@ -134,7 +134,7 @@ def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPa
 
 # Seen failing without the deadline: the first guide blocks the quick lane for good.
 @pytest.mark.timeout(60)
-def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
+def test_a_verifier_process_that_never_answers_is_overload_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = tmp_path / "silent"
@@ -183,7 +183,7 @@ def test_a_trial_ends_what_would_not(model: Path) -> None:
         verifier.close()
 
 
-def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) -> None:
+def test_the_engine_compiles_what_the_verifier_has_made_of_a_guide(model: Path) -> None:
     """It does not work on the guide itself, which may take seconds under its lock."""
 
     class Rewriting(Gate):
