@@ -14,8 +14,13 @@ from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.queueing import PriorityClass, QueueEstimator, class_of
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
-from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageDemand, is_overdue
-from engine.scheduler.next_rows import KeptCapacity
+from engine.scheduler.arrivals import (
+    FairQueue,
+    FreeCapacity,
+    KeptCapacity,
+    PageDemand,
+    is_overdue,
+)
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue

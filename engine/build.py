@@ -11,7 +11,7 @@ import torch
 from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
-from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
+from engine.adapters.adapters import AdapterBank, AdapterManager, adapter_directory, load_all
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
 from engine.batch.graph_shapes import max_tokens
@@ -29,9 +29,7 @@ from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.step_clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.memory_release import PageMemory, memory_of
-from engine.models import (
-    Model,
-)
+from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.vision.encoder_thread import EncoderThread
 from engine.models.weights import placed_experts
@@ -54,6 +52,7 @@ from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.split_prefill import GroupLimits
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
     EngineShape,
@@ -67,7 +66,7 @@ from engine.sizing import (
     whole_layout,
 )
 from engine.speculative import Speculator
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 
 PROGRESS_S = 1.0  # seconds between two log lines about captured graphs
 EQUIP_S = 60.0  # seconds for the allocation of host pages
@@ -172,7 +171,8 @@ class Engine:
         model, forwards = self.model, self.runner.forwards
         assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
         limit_s = config.split_prefill_ms / 1000
-        scheduler.split_prefills(limit_s, len(model.layers), clock.prefill.token_s)
+        limits = GroupLimits(limit_s, len(model.layers), clock.prefill.token_s)
+        scheduler.split_prefills(limits)
         return SplitRunner(self.runner, forwards, model.begin)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
@@ -429,7 +429,7 @@ def assemble(
     model, spec = loaded.model, loaded.model.spec
     of_tokens = loaded.directory, spec.vocabulary_size, spec.eos_token_ids
     library = AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes)
-    shelf: AdapterSource = shelf_of(config.lora, model)
+    source: AdapterSource = adapter_directory(config.lora, model)
     adapters = AdapterManager(library, loaded.bank, core.table)
     features = every_feature(
         core.table, spec.vocabulary_size, spec.eos_token_ids, backend.shape.device
@@ -438,8 +438,8 @@ def assemble(
     runner = backend.runner(model, core.table, features, adapters, recorder)
     if loaded.followers is not None:
         runner = _leading(runner, config, loaded.followers, backend)
-        shelf = AdaptersOfRanks(shelf, loaded.followers)
-    load_all(config.lora, shelf, library)
+        source = AdaptersOfRanks(source, loaded.followers)
+    load_all(config.lora, source, library)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
     weights = _updater(config, loaded)
@@ -453,7 +453,7 @@ def assemble(
         backend,
         runner,
         adapters,
-        AdapterLoader(shelf, library),
+        AdapterLoader(source, library),
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
         weights,
         balancer=_balancer(config, loaded, weights, backend.stream),
@@ -462,9 +462,8 @@ def assemble(
 
 def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
-    served, weights_id = loaded.servable, loaded.weights_id.result()
-    held = loaded.model, weights_id, others, loaded.region
-    return WeightUpdater(config, loaded.directory, served, *held)
+    memory = WeightsInMemory(loaded.model, loaded.servable, loaded.region)
+    return WeightUpdater(config, loaded.directory, loaded.weights_id.result(), memory, others)
 
 
 def _balancer(

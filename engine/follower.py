@@ -19,7 +19,7 @@ from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
-from engine.adapters.adapters import shelf_of
+from engine.adapters.adapters import adapter_directory
 from engine.build import measured_room, pages_of
 from engine.footprint import largest_forward
 from engine.kv_cache.kv import KVPool
@@ -58,7 +58,7 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
-from engine.update import WeightSource
+from engine.update import WeightsInMemory, WeightSource
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two shared memories
 
@@ -135,9 +135,10 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     ring = StepRing(files[0], message.block_bytes)
     os.close(files[0])
     _send(steps, RankReady())
-    adapters = shelf_of(config.lora, model)
+    adapters = adapter_directory(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
-    weights = RankWeights(config, opened.servable, source, model, share, leads_host, region)
+    memory = WeightsInMemory(model, opened.servable, region)
+    weights = RankWeights(config, memory, source, leads_host)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

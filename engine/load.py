@@ -26,6 +26,7 @@ from engine.batch.limits import RequestLimits, StateLimit
 from engine.kv_cache.layout import KVLayout
 from engine.models import (
     LoadableModel,
+    LoadTarget,
     Model,
     constants,
     content,
@@ -195,8 +196,9 @@ def load_part(
     Raises:
         ConfigError: the weights are too large.
     """
-    device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
-    needed = opened.servable.weight_bytes(device, dtype, quantize, share)
+    device = opened.device
+    target = LoadTarget(device, opened.precision.dtype, config.quantize, share)
+    needed = opened.servable.weight_bytes(target)
     free = usable_bytes(device, config)
     if needed > free:
         raise ConfigError(
@@ -204,7 +206,7 @@ def load_part(
             f"GiB of {device} may be used (engine.cache.memory_fraction "
             f"{config.cache.memory_fraction})"
         )
-    model = opened.servable.load(device, dtype, quantize, share)
+    model = opened.servable.load(target)
     region = None
     if (memory := releasable_memory(config, device)) is not None:
         try:

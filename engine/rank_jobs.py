@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, InvalidRequest, ServingError
@@ -27,7 +26,7 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.memory_release import PageMemory, memory_of
-from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
+from engine.models import content, open_checkpoint, stored_of
 from engine.rank_files import RankFiles, when_all
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
@@ -35,24 +34,19 @@ from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     MOST_PAGES,
-    ClearSlots,
     CopyPages,
     DrainWeights,
     DropAdapter,
-    EraseSlots,
     FileJob,
     Job,
     JobDone,
     MoveExperts,
-    OpenPageFiles,
     RankReport,
     ReadAdapter,
-    ReadSlots,
     RefillWeights,
     ReleasePools,
     RestorePools,
     TransferJob,
-    WriteSlots,
 )
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier, PageCopier, PageCopy
@@ -60,8 +54,7 @@ from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
-from engine.update import WeightSource
-from kernels.cuda.virtual_memory import Region
+from engine.update import WeightsInMemory, WeightSource
 
 _READ_S = 600.0  # seconds for an adapter on a slow disk
 _MEMORY_S = 60.0  # seconds until all ranks have released or allocated their pages
@@ -143,7 +136,6 @@ class WeightsOfRanks:
     """The weights of the followers, see OtherRanks."""
 
     def __init__(self, followers: Followers) -> None:
-        self.share = followers.share
         self.on_other_hosts = followers.parallel.hosts > 1
         self._followers = followers
 
@@ -192,21 +184,17 @@ class MemoryOfRanks:
 
 @dataclass(slots=True, eq=False)
 class RankWeights:
-    """The weights of a rank.
+    """The weights of a follower.
 
     Attributes:
         compares: whether the files must be compared with rank 0's, because they are on another
             host.
-        region: see LoadedModel.
     """
 
     config: EngineConfig
-    served: LoadableModel
+    memory: WeightsInMemory
     source: WeightSource
-    model: Model
-    share: Share
     compares: bool
-    region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
         config = self.config
@@ -215,17 +203,8 @@ class RankWeights:
             host = socket.gethostname()
             raise ConfigError(f"{directory} on {host} has other weights than on the first host")
         source = WeightSource.of(directory, there)
-        if self.region is not None:
-            self.region.map()
-        there.refill(self.model, config.quantize, self.share)
+        self.memory.refill(there)
         self.source = source
-        self._settle()
-
-    def drain(self) -> None:
-        """Return the memory of the weights to the operating system."""
-        self.served.drain(self.model)
-        if self.region is not None:
-            self.region.release()
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots, by layer."""
@@ -233,13 +212,7 @@ class RankWeights:
             raise ConfigError(
                 f"{self.source.directory}: the files have changed since they were read"
             )
-        servable, quantize = self.source.servable, self.config.quantize
-        servable.move_experts(self.model, moves, quantize, self.share)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        self.memory.move_experts(self.source.servable, moves)
 
 
 class JobReply(Protocol):
@@ -315,11 +288,11 @@ class FollowerJobs:
         match job:
             case TransferJob(steps=before, body=body):
                 self._transfer.take(body, steps.after(before), reply)
-            case OpenPageFiles() | WriteSlots() | ReadSlots() | EraseSlots() | ClearSlots():
-                self._working.submit(self._file, job, reply)
             case CopyPages():
                 newest = steps.newest
                 self._copying.submit(self._do, reply, lambda: self._copy(job, newest))
+            case _ if isinstance(job, FileJob):
+                self._working.submit(self._do, reply, lambda: self._files.take(job, reply))
             case _:
                 self._working.submit(self._do, reply, lambda: self._done(job))
 
@@ -332,7 +305,7 @@ class FollowerJobs:
             case RefillWeights(directory=directory, weights=weights):
                 self._weights.refill(Path(directory), weights)
             case DrainWeights():
-                self._weights.drain()
+                self._weights.memory.release()
             case MoveExperts(layers=layers):
                 self._weights.move_experts({name: self._slots(raw) for name, raw in layers.items()})
             case ReleasePools():
@@ -345,15 +318,11 @@ class FollowerJobs:
         by_rank = np.frombuffer(packed, np.int16).reshape(self._share.size, -1)
         return tuple(tuple(experts) for experts in by_rank.tolist())
 
-    def _do(self, reply: JobReply, work: Callable[[], bytes]) -> None:
+    def _do(self, reply: JobReply, work: Callable[[], bytes | None]) -> None:
+        """Do a job, and reply with its result. None: the job replies itself."""
         try:
-            reply(work())
-        except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            reply(error=_message(error))
-
-    def _file(self, job: FileJob, reply: JobReply) -> None:
-        try:
-            self._files.take(job, reply)
+            if (result := work()) is not None:
+                reply(result)
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
             reply(error=_message(error))
 

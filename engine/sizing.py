@@ -17,6 +17,7 @@ from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
 from engine.models import ModelSpec
 from engine.models.linear import Matrix, form_of, rounding_of
+from engine.models.spec import LoadTarget
 from engine.ranks import WHOLE, Share
 from engine.runner.gpu import check_allocator, has_gpu
 from kernels.cuda.virtual_memory import VirtualMemory, virtual_memory
@@ -290,7 +291,7 @@ def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
     """Return the best FLOP/s of five runs of the model's own product, with a matrix of a layer's
     size and this thread's number of threads."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    linear = form_of(torch.device("cpu"), dtype, quantize).hold(Matrix(weight))
+    linear = form_of(LoadTarget(torch.device("cpu"), dtype, quantize)).hold(Matrix(weight))
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()

@@ -151,50 +151,32 @@ def _first_step(num_tokens: float) -> float:
     return 1 - _FIRST_SHARE + _FIRST_SHARE * num_tokens
 
 
-class DraftPolicy(Protocol):
-    """Decides the number of drafts. Engine thread only."""
-
-    def acquired(self, slot: int) -> None:
-        """Record that the slot has a new request."""
-        ...
-
-    def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
-        """Return the maximum number of drafts for each slot, in a step of `num_rows` rows."""
-        ...
-
-    def verified(self, slots: NDArray[np.intp], drafted: Ints, accepted: Ints) -> None:
-        """Record the number of accepted drafts of each slot. Each slot had at least one draft."""
-        ...
-
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step without prompts."""
-        ...
-
-
-class AllDrafts:
-    """A policy without adaptation, which always allows the maximum number."""
+class DraftPolicy:
+    """Decides the number of drafts: always the maximum. Engine thread only."""
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
 
     def acquired(self, slot: int) -> None:
-        pass
+        """Record that the slot has a new request."""
 
     def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
+        """Return the maximum number of drafts for each slot, in a step of `num_rows` rows."""
         return np.full(len(slots), self._max_drafts, np.int32)
 
     def verified(self, slots: NDArray[np.intp], drafted: Ints, accepted: Ints) -> None:
-        pass
+        """Record the number of accepted drafts of each slot. Each slot had at least one draft."""
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        pass
+        """Record the duration of a step without prompts."""
 
 
-class AdaptiveDrafts:
+class AdaptiveDrafts(DraftPolicy):
     """An adaptive policy. Chooses the number of drafts that gives the most tokens per second if
     every row has it."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
+        super().__init__(max_drafts)
         self._costs = StepCosts()
         # Probability that a draft is accepted, if the drafts before it are.
         self._likely = np.zeros(num_slots)
@@ -279,6 +261,6 @@ class Speculator:
         if config.method == "none":
             return None
         most = config.num_speculative_tokens
-        policy = AdaptiveDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
+        policy = AdaptiveDrafts(num_slots, most) if config.adaptive else DraftPolicy(most)
         drafter = HeadDrafter() if config.has_layers else NgramDrafter(config.prompt_lookup_min)
         return cls(drafter, policy, most, Predictions(config.prompt_lookup_min))

@@ -21,7 +21,6 @@ from engine.models import LoadableModel, Model, open_checkpoint
 from engine.models.checkpoint import UNREADABLE, FileStamps, below, content, file_stamps, refusing
 from engine.models.choice import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
-from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 from engine.sizing import free_bytes
 from kernels.cuda.driver import OutOfDeviceMemory
@@ -71,13 +70,49 @@ class WeightSource:
             self.received.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsInMemory:
+    """The weights of one rank in memory. One thread at a time may change them, while no step is in
+    flight.
+
+    Attributes:
+        served: the checkpoint with which the model was loaded.
+        region: see LoadedModel.
+    """
+
+    model: Model
+    served: LoadableModel
+    region: Region | None = None
+
+    def refill(self, servable: LoadableModel) -> None:
+        """Replace the weights by those of a checkpoint. Raise as LoadableModel.refill does."""
+        self.map()
+        servable.refill(self.model)
+        self._settle()
+
+    def move_experts(self, servable: LoadableModel, moves: Mapping[str, LayerSlots]) -> None:
+        """Read the experts of other slots, by layer, from the current weights' checkpoint."""
+        servable.move_experts(self.model, moves)
+        self._settle()
+
+    def release(self) -> None:
+        """Return the memory to the operating system, until `refill`."""
+        self.served.drain(self.model)
+        if self.region is not None:
+            self.region.release()
+
+    def map(self) -> None:
+        """Allocate released memory again. Raise OutOfDeviceMemory if there is not enough."""
+        if self.region is not None:
+            self.region.map()
+
+    def _settle(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
 class OtherRanks(Protocol):
     """The weights of the other ranks. Calls run concurrently with this rank's part."""
-
-    @property
-    def share(self) -> Share:
-        """The share of this rank."""
-        ...
 
     def refill(self, directory: Path, weights: WeightsId) -> Future[Any]:
         """Replace the weights by those of a directory.
@@ -102,8 +137,8 @@ class WeightUpdater:
     """The current weights and their updates. Engine thread only.
 
     Args:
+        directory: directory of the current weights.
         others: None: this process has the whole model.
-        region: see LoadedModel.
     Attributes:
         id: id of the weights in use.
         whole: False: the weights are a mix of two versions, or were released. Another thread
@@ -115,17 +150,13 @@ class WeightUpdater:
         self,
         config: EngineConfig,
         directory: Path,
-        served: LoadableModel,
-        model: Model,
         weights: WeightsId,
+        memory: WeightsInMemory,
         others: OtherRanks | None = None,
-        region: Region | None = None,
     ) -> None:
         self._config = config
-        self._region = region
+        self._memory = memory
         self._others = others
-        self._served = served
-        self._model = model
         root = config.weights_dir
         self._root = None if root is None else root.resolve()
         self._worker = ThreadPoolExecutor(1, "weights")
@@ -133,7 +164,7 @@ class WeightUpdater:
         self._prepared: tuple[WeightsId, WeightSource] | None = None
         self._directory = directory
         # Source of the current weights. None: not available any more.
-        self._source: WeightSource | None = WeightSource.of(directory, served)
+        self._source: WeightSource | None = WeightSource.of(directory, memory.served)
         # Only for the thread that reads them.
         self._exported: tuple[WeightSource, OneFile] | None = None
         self.id = weights
@@ -233,7 +264,7 @@ class WeightUpdater:
 
     def check_drainable(self) -> None:
         """Raise FailedPrecondition if the memory of the weights cannot be released."""
-        if self._model.device.type != "cpu" and self._region is None:
+        if self._memory.model.device.type != "cpu" and self._memory.region is None:
             raise FailedPrecondition(
                 "weights: GPU memory is released only with --engine.memory-saver"
             )
@@ -283,10 +314,6 @@ class WeightUpdater:
             self._forget_prepared()
             self._forget_source()
 
-    @property
-    def _share(self) -> Share:
-        return WHOLE if self._others is None else self._others.share
-
     def _check_idle(self) -> None:
         if self._under_way:
             raise Overloaded("another weight update is already running")
@@ -324,7 +351,7 @@ class WeightUpdater:
         return weights
 
     def _fitting(self, directory: Path) -> tuple[LoadableModel, WeightsId]:
-        here = self._served
+        here = self._memory.served
         there = open_checkpoint(directory, self._config.model_backend, self._config.speculative)
         if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
             raise InvalidRequest("its configuration belongs to another model")
@@ -350,9 +377,9 @@ class WeightUpdater:
         there is not enough."""
         if not there.refilled_whole:
             return
-        device, config = self._model.device, self._config
-        wanted = there.weight_bytes(device, self._model.dtype, config.quantize, self._share)
-        left = free_bytes(device, config.cache.memory_fraction)
+        model = self._memory.model
+        wanted = there.weight_bytes(model.target)
+        left = free_bytes(model.device, self._config.cache.memory_fraction)
         if wanted > left:
             raise InvalidRequest(
                 f"{wanted / 2**30:.2f} GiB are needed in addition to the present weights, "
@@ -367,11 +394,9 @@ class WeightUpdater:
             others = (
                 None if self._others is None else self._others.refill(source.directory, weights)
             )
-            source.servable.refill(self._model, self._config.quantize, self._share)
+            self._memory.refill(source.servable)
             if others is not None:
                 others.result(_RANKS_S)
-            if self._model.device.type == "cuda":
-                torch.cuda.synchronize(self._model.device)
         except (ConfigError, EngineFault, *UNREADABLE) as error:
             if source.received is not None and source is not self._source:
                 self._forget_prepared()
@@ -386,18 +411,14 @@ class WeightUpdater:
         assert self._others is not None
         with source.received or nullcontext():
             others = self._others.move_experts(moves)
-            source.servable.move_experts(self._model, moves, self._config.quantize, self._share)
+            self._memory.move_experts(source.servable, moves)
             for each in others:
                 each.result(_RANKS_S)
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
 
     def _release(self) -> None:
         self.whole = False
         others = None if self._others is None else self._others.drain()
-        self._served.drain(self._model)
-        if self._region is not None:
-            self._region.release()
+        self._memory.release()
         if others is not None:
             others.result(_RANKS_S)
 
@@ -411,8 +432,7 @@ class WeightUpdater:
         except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
         try:
-            if self._region is not None:
-                self._region.map()
+            self._memory.map()
             self._put(self.id, source)
         except OutOfDeviceMemory as error:
             raise FailedPrecondition(f"weights: {error}") from error

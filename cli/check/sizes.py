@@ -10,7 +10,7 @@ from common.errors import ConfigError
 from common.model_directory import model_directory
 from engine.kv_cache.layout import KVLayout
 from engine.load import OpenedModel, check_group, with_collectives
-from engine.models import open_checkpoint
+from engine.models import LoadTarget, open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.precision import choose_precision
 from engine.processor import matrix_features
@@ -95,8 +95,8 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
 
 def _sizes(config: EngineConfig, model: OpenedModel, whole: KVLayout, share: Share) -> RankSizes:
     layout = part_of(whole, share)
-    load = model.device, model.precision.dtype, config.quantize
-    weight_bytes = model.servable.weight_bytes(*load, share)
+    target = LoadTarget(model.device, model.precision.dtype, config.quantize, share)
+    weight_bytes = model.servable.weight_bytes(target)
     return RankSizes(weight_bytes, layout.page_bytes, layout.state_pages, layout.token_bytes)
 
 

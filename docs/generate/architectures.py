@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.families import FAMILIES
+from engine.models.spec import LoadTarget
 from engine.models.transformers_backend import TransformersCheckpoint
 from engine.ranks import Share
 from tests.pair.node import Loaded, Size
@@ -142,7 +143,7 @@ def _through_a_pair(
 ) -> int:
     """Return how many of the generated tokens equal those of the class's own forward."""
     servable = open_checkpoint(directory, "transformers")
-    loaded = Loaded(directory, servable.load(CPU, torch.float32, "none"))
+    loaded = Loaded(directory, servable.load(LoadTarget(CPU, torch.float32)))
     same = 0
     with PairRig(
         loaded,
@@ -165,13 +166,13 @@ def _by_ranks(
     """Return why ranks do not compute the expected tokens, or ""."""
     servable, loading = open_checkpoint(directory, "transformers"), threading.Lock()
     try:
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, RANKS))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, RANKS)))
     except ConfigError as error:
         return str(error).partition(f"{RANKS} ranks: ")[2] or str(error)
 
     def tokens(share: Share) -> list[list[int]]:
         with loading:  # transformers sets globals meanwhile
-            model = servable.load(CPU, torch.float32, "none", share)
+            model = servable.load(LoadTarget(CPU, torch.float32, share=share))
         steps = Steps(model, num_slots=len(prompts), context_length=context, share=share)
         generated = steps.generate(prompts, NUM_TOKENS, chunk=CHUNK_TOKENS)
         steps.close()

@@ -351,7 +351,7 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
     return bank_on(model.device)
 
 
-def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
+def adapter_directory(config: LoraConfig, model: Model) -> AdapterDirectory:
     reader = AdapterReader(
         products=model.products,
         limits=AdapterLimits(config.max_rank, config.max_cpu_lora_bytes),
@@ -362,7 +362,7 @@ def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
     return AdapterDirectory(config.adapter_dir, reader)
 
 
-def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) -> None:
+def load_all(config: LoraConfig, source: AdapterSource, library: AdapterCache) -> None:
     """Load the configured adapters at start.
 
     Raises:
@@ -371,7 +371,7 @@ def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) ->
     for each in config.preload:
         name, _, path = each.partition("=")
         try:
-            library.add(name, shelf.read(path or name))
+            library.add(name, source.read(path or name))
         except ServingError as error:
             raise ConfigError(f"engine.lora.preload: {name}: {error}") from error
     if len(library.names()) < len(config.preload):

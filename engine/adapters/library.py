@@ -59,7 +59,7 @@ class AdapterDirectory:
             return self._reader.read(directory)
 
 
-def no_shelf() -> AdapterDirectory:
+def no_adapter_directory() -> AdapterDirectory:
     limits = AdapterLimits(0, 0)
     return AdapterDirectory(None, AdapterReader(products=(), limits=limits, dtype=torch.float32))
 
@@ -185,8 +185,8 @@ class AdapterLoader:
         notify: called by the other thread when `poll` has work.
     """
 
-    def __init__(self, shelf: AdapterSource, library: AdapterCache) -> None:
-        self._shelf = shelf
+    def __init__(self, source: AdapterSource, library: AdapterCache) -> None:
+        self._source = source
         self._library = library
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._loading: list[_Loading] = []
@@ -206,7 +206,7 @@ class AdapterLoader:
         """
         if len(self._loading) >= MAX_LOADING:
             raise Overloaded(f"{len(self._loading)} adapters are already loading")
-        read = self._reader.submit(self._shelf.read, path)
+        read = self._reader.submit(self._source.read, path)
         loaded: Future[tuple[AdapterId, bool]] = Future()
         self._loading.append(_Loading(name, read, loaded))
         read.add_done_callback(lambda _: self.notify())

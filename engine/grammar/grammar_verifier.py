@@ -16,7 +16,7 @@ S_PER_TOKEN = 0.05  # CPU seconds to accept a token and compute the next mask
 _DEADLINE_S = 300.0  # for a trial on a busy machine, or for the first start
 
 
-class GrammarWorker(Enum):
+class VerifierLane(Enum):
     """The two queues of trials, so that short trials do not wait for long ones. The value is the
     limit in CPU seconds."""
 
@@ -42,7 +42,7 @@ class GrammarTimeout(Exception):
 class GrammarVerifier(Protocol):
     """Verifies guides. Called by one thread per lane."""
 
-    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+    def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
         """Return the guide to compile, if its compilation terminates and its tokens are cheap
         enough.
 
@@ -77,15 +77,15 @@ class SubprocessVerifier:
         self.helper = Helper(
             "engine.grammar.trials",
             [str(directory), str(vocabulary_size), eos],
-            num_lanes=len(GrammarWorker),
+            num_lanes=len(VerifierLane),
             deadline_s=deadline_s,
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+    def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
         question = Question(msgspec.msgpack.encode(guide), lane.value, MAX_BYTES)
         try:
-            answer = self.helper.ask(list(GrammarWorker).index(lane), question)
+            answer = self.helper.ask(list(VerifierLane).index(lane), question)
         except HelperLost as error:
             raise Overloaded("the grammar verification process failed or stalled") from error
         if answer.took_too_long:

@@ -23,7 +23,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.logs import kv
 from common.requests.sampling import GuidedDecoding
 from engine.batch.request import Request
-from engine.grammar.grammar_verifier import GrammarTimeout, GrammarVerifier, GrammarWorker
+from engine.grammar.grammar_verifier import GrammarTimeout, GrammarVerifier, VerifierLane
 from engine.grammar.matching import CompiledGuide, Match, MatchThreads, forbid, words_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class GrammarCache:
         notify: called from another thread when a guide is done.
 
     Args:
-        prover: owned by this object.
+        verifier: owned by this object.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class GrammarCache:
         directory: Path,
         vocabulary_size: int,
         eos_token_ids: Sequence[int],
-        prover: GrammarVerifier,
+        verifier: GrammarVerifier,
     ) -> None:
         self._directory = directory
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
-        self._prover = prover
+        self._verifier = verifier
         # Everything except end tokens.
         self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)
         for token in eos_token_ids:
@@ -66,7 +66,7 @@ class GrammarCache:
         self._threads = MatchThreads(lambda: self.notify())
         self._kept: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
         self._workers = {
-            lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in GrammarWorker
+            lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in VerifierLane
         }
         # Guides that moved to the slow lane. Only the quick worker uses this list.
         self._slow: list[Future[CompiledGuide]] = []
@@ -91,7 +91,7 @@ class GrammarCache:
         made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
         made.add_done_callback(lambda _: self.notify())
-        self._workers[GrammarWorker.QUICK].submit(self._work, guide, made, GrammarWorker.QUICK)
+        self._workers[VerifierLane.QUICK].submit(self._work, guide, made, VerifierLane.QUICK)
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(each for each, other in self._kept.items() if other.done())]
         return made
@@ -108,16 +108,16 @@ class GrammarCache:
         self._threads.close()
         for worker in self._workers.values():
             worker.shutdown(wait=False, cancel_futures=True)
-        self._prover.close()
+        self._verifier.close()
 
     def _work(
-        self, guide: GuidedDecoding, made: "Future[CompiledGuide]", lane: GrammarWorker
+        self, guide: GuidedDecoding, made: "Future[CompiledGuide]", lane: VerifierLane
     ) -> None:
         """Complete `made`, on the worker thread of a lane."""
         try:
             made.set_result(self._compile(guide, lane))
         except GrammarTimeout as error:
-            if lane is GrammarWorker.QUICK:
+            if lane is VerifierLane.QUICK:
                 self._move(guide, made)
             else:
                 made.set_exception(InvalidRequest(str(error)))
@@ -132,11 +132,11 @@ class GrammarCache:
             made.set_exception(Overloaded(sentence))
             return
         self._slow.append(made)
-        self._workers[GrammarWorker.SLOW].submit(self._work, guide, made, GrammarWorker.SLOW)
+        self._workers[VerifierLane.SLOW].submit(self._work, guide, made, VerifierLane.SLOW)
 
-    def _compile(self, guide: GuidedDecoding, lane: GrammarWorker) -> CompiledGuide:
+    def _compile(self, guide: GuidedDecoding, lane: VerifierLane) -> CompiledGuide:
         began = time.monotonic()
-        form = self._prover.prove(guide, lane)
+        form = self._verifier.verify(guide, lane)
         compilers = self._loaded()
         compiled = CompiledGuide(compilers.compiled(form), compilers.words)
         took_s = time.monotonic() - began

@@ -15,7 +15,7 @@ from common.errors import EngineFault
 from engine.batch.batch import Ints
 
 # Arrays, because numpy would convert a Python int in every call, half the time of a short one.
-_ZERO, _ONE = np.array(0, np.int32), np.array(1, np.int32)
+ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)
 
 # numpy indexes several times faster with np.intp, so each call converts the pages once.
 Pages: TypeAlias = NDArray[np.integer[Any]]
@@ -135,11 +135,11 @@ class PageAllocator:
             return None
         pages = self._free.take(num_pages)
         at = pages.astype(np.intp)
-        self._of[holder][at] = _ONE
+        self._of[holder][at] = ONE
         if holder is PageHolder.CACHE:
             self.num_evictable += num_pages
         else:
-            self._users[at] = _ONE
+            self._users[at] = ONE
         return pages
 
     def hold(self, pages: Pages, holder: PageHolder) -> None:
@@ -153,16 +153,16 @@ class PageAllocator:
         at, mine = pages.astype(np.intp), self._of[holder]
         users = self._users[at]
         if np.count_nonzero(users) < len(pages):
-            unused = at[users == _ZERO]
+            unused = at[users == ZERO]
             cached = self._cached[unused]
             if np.count_nonzero(cached) < len(unused):
-                free = unused[cached == _ZERO]
+                free = unused[cached == ZERO]
                 raise EngineFault(f"{holder.name} wants to hold free pages {free}")
             if holder is not PageHolder.CACHE:
                 self.num_evictable -= len(unused)
-        mine[at] = mine[at] + _ONE
+        mine[at] = mine[at] + ONE
         if holder is not PageHolder.CACHE:
-            self._users[at] = users + _ONE
+            self._users[at] = users + ONE
 
     def hold_even_free(self, pages: Pages, holder: PageHolder) -> None:
         """Add a hold as `hold` does, and remove free pages from the free list. O(free pages)."""
@@ -190,10 +190,10 @@ class PageAllocator:
             raise EngineFault(
                 f"{holder.name} drops pages that it does not hold: {pages[held == 0]}"
             )
-        mine[at] = held - _ONE
+        mine[at] = held - ONE
         users = self._users[at]
         if holder is not PageHolder.CACHE:
-            users -= _ONE
+            users -= ONE
             self._users[at] = users
         unused = _zeros(at, users)
         free = _zeros(unused, self._cached[unused])
@@ -207,7 +207,7 @@ class PageAllocator:
 
     def unused(self, pages: Pages) -> NDArray[np.bool_]:
         """Return for each page whether no kind of holder except CACHE has it."""
-        unused: NDArray[np.bool_] = self._users[pages.astype(np.intp)] == _ZERO
+        unused: NDArray[np.bool_] = self._users[pages.astype(np.intp)] == ZERO
         return unused
 
     def held_only_by(self, pages: Pages, holder: PageHolder) -> NDArray[np.bool_]:
@@ -216,7 +216,7 @@ class PageAllocator:
         at = pages.astype(np.intp)
         mine = self._of[holder][at]
         all_holds = self._users[at] + self._cached[at]
-        only: NDArray[np.bool_] = (mine > _ZERO) & (mine == all_holds)
+        only: NDArray[np.bool_] = (mine > ZERO) & (mine == all_holds)
         return only
 
     def holds(self, holder: PageHolder) -> Ints:
@@ -268,4 +268,4 @@ def _zeros(pages: NDArray[np.intp], counts: Ints) -> NDArray[np.intp]:
     num_others = np.count_nonzero(counts)
     if not num_others:
         return pages
-    return pages[counts == _ZERO] if num_others < len(pages) else pages[:0]
+    return pages[counts == ZERO] if num_others < len(pages) else pages[:0]

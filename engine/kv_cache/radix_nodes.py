@@ -20,6 +20,7 @@ branch instead of passing it.
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -29,12 +30,11 @@ from numpy.typing import NDArray
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.pages import ZERO, PageAllocator, PageHolder
 
 KEY_BYTES = 16
 PageKey = bytes
 NO_STATE = np.empty(0, np.int32)
-_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
 
 
 def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
@@ -50,49 +50,42 @@ def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey
         yield above
 
 
+@dataclass(slots=True, eq=False)
 class RadixNode:
-    """A run of pages without a branch. The first pages of its children differ in their tokens."""
+    """A run of pages without a branch. The first pages of its children differ in their tokens.
 
-    __slots__ = (
-        "children",
-        "key",
-        "keys",
-        "last_used",
-        "names",
-        "num_saved",
-        "number",
-        "pages",
-        "parent",
-        "passed",
-        "queued",
-        "resumed",
-        "settled_at",
-        "state",
-        "tokens",
-    )
+    Attributes:
+        key: key in its parent's dict of children: its first page of tokens, preceded by the
+            namespace directly below the root.
+        tokens: [pages.shape[1] * page_size].
+        pages: [tables, any], NO_PAGE where no window is kept.
+        parent: None: it is the root, or removed.
+        queued: whether it has an entry in the heap of leaves.
+        passed: whether it is in the queue of nodes that have a child.
+        resumed: whether a request continued from within it.
+        state: pages of the state at its end, if one is kept.
+        names: names of its pages (namespace.py), set while the tree has a journal or an offload
+            tier.
+        keys: keys of its pages, set while the tree has an offload tier.
+        num_saved, settled_at: set by the offload tier: number of its first pages that are
+            completely saved there, and the time of that check.
+    """
 
-    def __init__(
-        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "RadixNode | None"
-    ) -> None:
-        self.number = number
-        # Key in its parent's dict of children: its first page of tokens, preceded by the namespace
-        # directly below the root.
-        self.key = key
-        self.tokens = tokens  # [pages.shape[1] * page_size]
-        self.pages = pages  # [tables, any], NO_PAGE where no window is kept
-        self.parent = parent  # None: it is the root, or removed
-        self.children: dict[bytes, RadixNode] = {}
-        self.last_used = 0
-        self.queued = False  # whether it has an entry in the heap of leaves
-        self.passed = False  # whether it is in the queue of nodes that have a child
-        self.resumed = False  # whether a request continued from within it
-        self.state = NO_STATE  # pages of the state at its end, if one is kept
-        # Names of its pages (namespace.py), set while the tree has a journal or an offload tier.
-        self.names: list[int] = []
-        self.keys: list[PageKey] = []  # keys of its pages, set while the tree has an offload tier
-        # Set by the offload tier: number of its first pages that are completely saved there, and
-        # the time of that check.
-        self.num_saved, self.settled_at = 0, -math.inf
+    number: int
+    key: bytes
+    tokens: Ints
+    pages: Ints
+    parent: "RadixNode | None"
+    children: dict[bytes, "RadixNode"] = field(default_factory=dict)
+    last_used: int = 0
+    queued: bool = False
+    passed: bool = False
+    resumed: bool = False
+    state: Ints = field(default_factory=lambda: NO_STATE)
+    names: list[int] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
+    num_saved: int = 0
+    settled_at: float = -math.inf
 
     @property
     def num_pages(self) -> int:
@@ -142,21 +135,21 @@ class TreePages:
     def alone(self, node: RadixNode) -> NDArray[np.bool_]:
         """Return a mask of the pages that only the tree holds: [tables, n]."""
         unused = self._pool.unused(node.pages.ravel())
-        return unused.reshape(node.pages.shape) & (node.pages >= _FIRST)
+        return unused.reshape(node.pages.shape) & (node.pages >= ZERO)
 
     def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at the node's end that have no other holder in any table."""
         unused = self._pool.unused(node.pages.ravel())
         if np.count_nonzero(unused) == unused.size:
             return node.num_pages
-        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= _FIRST)).any(axis=0)
+        in_use = (~unused.reshape(node.pages.shape) & (node.pages >= ZERO)).any(axis=0)
         (held,) = np.nonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
 
 
 def present(pages: Ints) -> Ints:
     """Return the pages that are not NO_PAGE."""
-    return pages[pages >= _FIRST]
+    return pages[pages >= ZERO]
 
 
 class TreeWindows:

@@ -6,17 +6,18 @@ rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.loop.loop import EngineRole
 from engine.loop.step_clock import StepClock
+from engine.models.decoder import Decoder
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Announcement, Lockstep, ShutdownStage
+from engine.runner.forwards import Forwards
 from engine.runner.stream import StreamEvent
-from engine.scheduler.next_rows import PrefillCounts, PrefillGate, prefills_now
+from engine.scheduler.next_rows import PrefillCounts, prefills_now
 from engine.scheduler.scheduler import Scheduler
 
 _NO_ROWS = np.empty(0, np.int32)
@@ -114,14 +115,14 @@ class DelayedPrompts:
 
     def __init__(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
         self._scheduler = scheduler
-        self._gate: PrefillGate = scheduler.gate_prefills()
         self._lockstep = lockstep
         self.waited = 0
         self.may_continue = False
 
     def follow(self, announced: Sequence[Announcement]) -> None:
         """Decide about the next step, based on the announcements in this one."""
-        was_open = self._gate.is_open
+        rows = self._scheduler.rows
+        was_open = rows.admits_prompts
         if not was_open and self._scheduler.num_waiting:
             self._lockstep.delayed_prefills += 1
         with_room = [each for each in announced if each.has_room]
@@ -131,21 +132,9 @@ class DelayedPrompts:
             sum(each.decodes for each in announced),
             sum(each.chunks for each in announced),
         )
-        self._gate.is_open = prefills_now(counts, self.waited)
-        self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
-        self.may_continue = self._gate.is_open and not was_open
-
-
-class TakesPart(Protocol):
-    """A model whose experts are shared in a group, see Decoder.take_part."""
-
-    def take_part(self) -> None: ...
-
-
-class GroupForwards(Protocol):
-    """The forward stream of a runner."""
-
-    def enqueue(self, work: Callable[[], None]) -> StreamEvent: ...
+        rows.admits_prompts = prefills_now(counts, self.waited)
+        self.waited = self.waited + 1 if counts.ready and not rows.admits_prompts else 0
+        self.may_continue = rows.admits_prompts and not was_open
 
 
 class GroupedRunner:
@@ -158,8 +147,8 @@ class GroupedRunner:
     def __init__(
         self,
         runner: BatchRunner,
-        forwards: GroupForwards,
-        model: TakesPart,
+        forwards: Forwards,
+        model: Decoder,
         exchange: ExpertExchange,
         lockstep: Lockstep,
     ) -> None:

@@ -15,9 +15,10 @@ from engine.models.choice import (
     tokenizer_hash,
 )
 from engine.models.model import Model
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 
 __all__ = [
+    "LoadTarget",
     "LoadableModel",
     "Model",
     "ModelSpec",
@@ -43,4 +44,5 @@ def load(
     Raises:
         ConfigError: the checkpoint is invalid or not supported.
     """
-    return open_checkpoint(directory, backend, speculation).load(device, dtype, quantize)
+    target = LoadTarget(device, dtype, quantize)
+    return open_checkpoint(directory, backend, speculation).load(target)

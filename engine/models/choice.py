@@ -8,18 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from common.config import ModelBackend, Quantize, SpeculativeConfig
+from common.config import ModelBackend, SpeculativeConfig
 from common.errors import ConfigError
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.families import FAMILIES
 from engine.models.fields import Fields
 from engine.models.model import Model
 from engine.models.native import NativeCheckpoint
-from engine.models.spec import ModelSpec
-from engine.ranks import WHOLE, Share
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.ranks.expert_placement import LayerSlots
 
 NO_DRAFTS = SpeculativeConfig()
@@ -60,30 +58,22 @@ class LoadableModel(Protocol):
         """
         ...
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> int:
-        """Return the bytes that `load` allocates.
+    def weight_bytes(self, target: LoadTarget) -> int:
+        """Return the bytes that `load` allocates. Does not use the group of the share.
 
-        Args:
-            share: share of the model. Its group is not used.
         Raises:
             ConfigError: see `stored`. Or the requested quantisation is not supported here, or the
                 ranks cannot split the model.
         """
         ...
 
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> Model:
-        """Load a rank's part of the model. Its forwards and heads use the collectives of the
-        share's group. Raise ConfigError as `weight_bytes` does."""
+    def load(self, target: LoadTarget) -> Model:
+        """Load a rank's part of the model. Raise ConfigError as `weight_bytes` does."""
         ...
 
-    def refill(self, model: Model, quantize: Quantize, share: Share = WHOLE) -> None:
-        """Replace the weights of a model that was loaded with the same arguments.
-
-        The new checkpoint has the same configuration. No forward may run meanwhile.
+    def refill(self, model: Model) -> None:
+        """Replace the weights of a loaded model, whose checkpoint has the same configuration. No
+        forward may run meanwhile.
 
         Raises:
             ConfigError: see `load`. Nothing has changed.
@@ -91,9 +81,7 @@ class LoadableModel(Protocol):
         """
         ...
 
-    def move_experts(
-        self, model: Model, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
-    ) -> None:
+    def move_experts(self, model: Model, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots into a model that has these weights, see ExpertPlacement.
         No forward may run meanwhile.
 

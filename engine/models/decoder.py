@@ -33,7 +33,7 @@ from engine.models.drafting import (
 from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
 from engine.models.model import Model
 from engine.models.quantized.protocol import PLAIN, Scheme
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
 from engine.models.vision.seeing import ImageFeatures, ReceivingTower
 from engine.ranks import Stage
@@ -85,9 +85,7 @@ class DecoderSpec:
             self,
             DecoderEnds(embedding, head, classes, norm),
             tuple(layers),
-            device=source.device,
-            dtype=source.dtype,
-            stage=source.share.stage,
+            source.target,
             products=[each for each in source.products if self._adaptable(each)],
             drafter=drafter,
         )
@@ -159,10 +157,7 @@ class DecoderEnds:
 
 
 class Decoder(Model):
-    """A decoder of blocks.
-
-    Args:
-        stage: pipeline stage with these layers. None: these are all layers.
+    """A decoder of blocks, or the layers of one pipeline stage.
 
     Attributes:
         drained: the drafter's name while the memory of the weights is released. Otherwise "".
@@ -175,21 +170,20 @@ class Decoder(Model):
         spec: DecoderSpec,
         ends: DecoderEnds,
         layers: tuple[Layer, ...],
+        target: LoadTarget,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
-        stage: Stage | None = None,
         products: Sequence[Product] = (),
         drafter: DraftLayer | None = None,
     ) -> None:
-        super().__init__(spec.model, device, dtype)
+        super().__init__(spec.model, target)
+        stage = target.share.stage
         self.ends = ends
         self.layers = layers
         self._feature_layers = spec.feature_layers
         self.stack = self._featured(stack_of(layers))
         self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
-        own = range(len(spec.layers)) if stage is None else stage.layers(len(spec.layers))
+        own = target.share.layers(len(spec.layers))
         self._numbers = own  # numbers of the layers
         self._num_layers = len(spec.layers)  # in all stages
         self.elsewhere = tuple(

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from common.errors import EngineFault
@@ -13,7 +12,7 @@ from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.layer import AdaptedLinear, LateStates, Layer
 from engine.models.drafting import DeviceDrafter
 from engine.models.linear import Product
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.vision.seeing import VisionTower
 
 
@@ -29,10 +28,11 @@ class Model(ABC):
         layers: native layers. Empty if a class of transformers computes the model.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, target: LoadTarget) -> None:
         self.spec = spec
-        self.device = device
-        self.dtype = dtype
+        self.target = target
+        self.device = target.device
+        self.dtype = target.dtype
         self.seeing: VisionTower | None = None
         self.drafter: DeviceDrafter | None = None
         self.routed: RoutedExperts | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config import Quantize, SpeculativeConfig
+from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from common.process.resources import trim
@@ -18,13 +18,12 @@ from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
 from engine.models.families import read_decoder
-from engine.models.families.common import as_stored
 from engine.models.refill import drain, found
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.seeing import ReceivingTower
 from engine.models.weights import StoredDecoder
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
 
 
@@ -45,7 +44,7 @@ class NativeCheckpoint:
         self._directory = directory
         self._sight = VisionInput.of(directory)
         names = stored_names(directory)
-        decoder = as_stored(read_decoder(directory), names)
+        decoder = read_decoder(directory, names)
         if self._sight is not None:
             files, model = self._sight.files, decoder.model
             model = replace(
@@ -94,15 +93,13 @@ class NativeCheckpoint:
         stored = self._weights.stored()
         return stored if self._sight is None else (*stored, *self._sight.stored())
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> int:
-        self._check_stages(share)
-        num_bytes = self._weights.weight_bytes(device, dtype, quantize, share)
-        if self._sight is not None and share.node_rank == 0:
-            num_bytes += self._sight.weight_bytes(dtype)
+    def weight_bytes(self, target: LoadTarget) -> int:
+        self._check_stages(target.share)
+        num_bytes = self._weights.weight_bytes(target)
+        if self._sight is not None and target.share.node_rank == 0:
+            num_bytes += self._sight.weight_bytes(target.dtype)
         if self._beside is not None:
-            num_bytes += self._beside.weight_bytes(device, dtype, quantize, share)
+            num_bytes += self._beside.weight_bytes(target)
         return num_bytes
 
     def _check_stages(self, share: Share) -> None:
@@ -114,19 +111,17 @@ class NativeCheckpoint:
                 "images, and must be in the first stage"
             )
 
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> Decoder:
-        model = self._weights.load(device, dtype, quantize, share)
+    def load(self, target: LoadTarget) -> Decoder:
+        model, share = self._weights.load(target), target.share
         if self._sight is not None and share.node_rank == 0:
-            model.seeing = self._sight.load(device, dtype, share.group)
+            model.seeing = self._sight.load(target.device, target.dtype, share.group)
         elif self._sight is not None and share.is_first_stage and share.group is not None:
             model.receiving = ReceivingTower(share.group, self._decoder.feature_layers)
         if self._beside is not None:
-            model.drafter = self._beside.load(model, quantize, share)
+            model.drafter = self._beside.load(model)
         return model
 
-    def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
+    def refill(self, model: object) -> None:
         if not isinstance(model, Decoder):
             raise ConfigError(
                 f"{self._directory}: the running model does not use the native implementation"
@@ -135,18 +130,16 @@ class NativeCheckpoint:
         drained = self._beside if model.drained else None
         if drained is not None and drained.name() != model.drained:
             raise ConfigError(f"{DRAFT_FLAG}: the files have changed since they were loaded")
-        self._weights.refill(model, quantize, share)
+        self._weights.refill(model)
         if self._sight is not None and model.seeing is not None:
             self._sight.refill(model.seeing)
         if drained is not None:
-            drained.refill(model, quantize, share)
+            drained.refill(model)
         model.drained = ""
 
-    def move_experts(
-        self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
-    ) -> None:
+    def move_experts(self, model: object, moves: Mapping[str, LayerSlots]) -> None:
         assert isinstance(model, Decoder)
-        self._weights.move_experts(model, moves, quantize, share)
+        self._weights.move_experts(model, moves)
 
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)

@@ -51,7 +51,7 @@ def rope_of(
 ) -> Rope:
     """Return the RoPE of one object of rope parameters. See `parse_rope`."""
     theta = rope.number("rope_theta", theta)
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = _kind(rope)
     rotated = _rotated(rope, rotated)
     size = head_dim if rotated is None else int(head_dim * rotated)
     if not 0 < size <= head_dim or size % 2:
@@ -82,11 +82,10 @@ def in_sections(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialR
     Raises:
         ConfigError: the sections do not add up to all pairs.
     """
-    fields = _rope_fields(config)
+    fields, num_pairs = _rope_fields(config), len(rope.inverse_frequencies)
     sections = fields.counts("mrope_section") or sections
-    if sum(sections) != len(rope.inverse_frequencies):
-        pairs = len(rope.inverse_frequencies)
-        raise fields.wrong("mrope_section", f"parts of {pairs}, half of a head")
+    if sum(sections) != num_pairs:
+        raise fields.wrong("mrope_section", f"parts of {num_pairs}, half of a head")
     axes = [number % AXES for number, size in enumerate(sections) for _ in range(size)]
     return AxialRope(rope.inverse_frequencies, rope.scale, tuple(axes))
 
@@ -113,11 +112,15 @@ def _rope_fields(config: Fields) -> Fields:
     return config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
 
 
+def _kind(rope: Fields) -> str:
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
 def extended_context(config: Fields, context_length: int) -> int:
     """Return the context length with yarn. Its factor multiplies the original length, not
     max_position_embeddings."""
     rope = _rope_fields(config)
-    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+    if _kind(rope) != "yarn":
         return context_length
     original = rope.integer("original_max_position_embeddings", context_length)
     return max(context_length, int(original * rope.number("factor")))
@@ -129,7 +132,7 @@ def score_scale(config: Fields) -> float:
     It differs from 1 if `mscale_all_dim` is set, as in DeepSeek-V2 and later.
     """
     rope = _rope_fields(config)
-    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+    if _kind(rope) != "yarn":
         return 1.0
     return _magnitude(rope.number("factor"), rope.number("mscale_all_dim", 0.0)) ** 2
 

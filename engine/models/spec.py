@@ -4,10 +4,27 @@ from dataclasses import dataclass, field
 
 import torch
 
+from common.config import Quantize
 from engine.kv_cache.states import DraftState, LayerState
+from engine.ranks import WHOLE, Share
 from kernels.quantised import QuantFormat
 
 NOT_QUANTISED = "not quantised"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """The form in which a rank loads its part of a model.
+
+    Attributes:
+        dtype: compute dtype.
+        share: the rank's part. Forwards and heads use the collectives of its group.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    quantize: Quantize = "none"
+    share: Share = WHOLE
 
 
 @dataclass(frozen=True, slots=True)

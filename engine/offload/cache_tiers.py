@@ -14,7 +14,7 @@ with the page of tokens to which they belong. A request can continue after a pag
 which all of them are present.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,41 +34,6 @@ from engine.offload.saves import TierCopier, TierCopies, TierSaves
 from engine.offload.tier_matches import TierMatch, TierMatches
 
 
-class TierLoads:
-    """Tracks loaded pages that no request has used yet. Engine thread only.
-
-    Attributes:
-        used_pages: pages of tokens used since the start. Key: whether only a file had them.
-    """
-
-    def __init__(self) -> None:
-        self.used_pages = {False: 0, True: 0}
-        self._unused: dict[PageKey, bool] = {}
-
-    def __bool__(self) -> bool:
-        """Return whether there are unused pages."""
-        return bool(self._unused)
-
-    def add(self, pages: Mapping[PageKey, bool]) -> None:
-        """Add pages that are now in the tree. Values: whether only a file had the page."""
-        self._unused.update(pages)
-
-    def used(self, keys: Iterable[PageKey]) -> None:
-        """Record that a request continues from these pages. Each page counts once."""
-        for key in keys:
-            filed = self._unused.pop(key, None)
-            if filed is not None:
-                self.used_pages[filed] += 1
-
-    def pages_evicted(self, keys: Iterable[PageKey]) -> None:
-        """Record that the tree has evicted these pages."""
-        for key in keys:
-            self._unused.pop(key, None)
-
-    def clear(self) -> None:
-        self._unused.clear()
-
-
 class CacheTiers:
     """The tiers of one engine. Engine thread only.
 
@@ -77,6 +42,8 @@ class CacheTiers:
         files: the tier below host memory. None: there are no files.
         saves: saves of inserted pages to host memory.
         brought_pages: loaded pages of all tables since the start, used or not.
+        used_pages: loaded pages of tokens from which a request has continued since the start. Key:
+            whether only a file had them.
 
     Args:
         host_pages: pages of host memory, some of which may have other holders.
@@ -96,9 +63,11 @@ class CacheTiers:
         below = () if filed is None else (filed.index,)
         self.host = host = HostCache(host_pages, tables.width, below)
         self.files = None if filed is None or store is None else FileTier(host, filed, store)
-        self.saves = TierSaves(host, pages, copier, self._saved)
+        self.saves = TierSaves(host, pages, copier, self.files)
         self.brought_pages = 0
-        self._brought = TierLoads()
+        self.used_pages = {False: 0, True: 0}
+        # Loaded pages from which no request has continued yet, with the key in `used_pages`.
+        self._unused: dict[PageKey, bool] = {}
         self._cache = cache
         self._pages = pages
         self._tables = tables
@@ -113,13 +82,13 @@ class CacheTiers:
     @property
     def host_tokens(self) -> int:
         """Prompt tokens that were loaded from host memory instead of computed."""
-        return self._brought.used_pages[False] * self._tables.page_size
+        return self.used_pages[False] * self._tables.page_size
 
     @property
     def file_tokens(self) -> int:
         """Prompt tokens that were loaded from files, but not from host memory, instead of
         computed."""
-        return self._brought.used_pages[True] * self._tables.page_size
+        return self.used_pages[True] * self._tables.page_size
 
     @property
     def busy(self) -> bool:
@@ -165,7 +134,8 @@ class CacheTiers:
         self.saves.pages_added(node)
 
     def pages_evicted(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        self._brought.pages_evicted(keys)
+        for key in keys:
+            self._unused.pop(key, None)
         return self.host.left_tree(keys, names)
 
     def names(self) -> Iterator[int]:
@@ -185,7 +155,7 @@ class CacheTiers:
     def clear(self) -> None:
         """See LowerTier. Discards the results of loads in progress."""
         self._age += 1
-        self._brought.clear()
+        self._unused.clear()
         self.saves.clear()
         self.host.clear()
         if self.files is not None:
@@ -197,8 +167,12 @@ class CacheTiers:
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
         """Record that a request continues from all of these tokens, which are in the tree."""
-        if self._brought:
-            self._brought.used(self._cache.keys(token_ids, namespace))
+        if not self._unused:
+            return
+        for key in self._cache.keys(token_ids, namespace):
+            filed = self._unused.pop(key, None)
+            if filed is not None:
+                self.used_pages[filed] += 1
 
     def load(
         self, token_ids: Ints, namespace: Namespace, room: int, then: Callable[[], None]
@@ -268,15 +242,12 @@ class CacheTiers:
             self.brought_pages += len(fresh)
             gained = way.gained // self._tables.page_size
             keys = self._cache.keys(way.token_ids, way.namespace)[-gained:]
-            found = ((key, self.host.index.get(key)) for key in keys)
-            self._brought.add({key: kept is not None and kept.from_file for key, kept in found})
+            for key in keys:
+                entry = self.host.index.get(key)
+                self._unused[key] = entry is not None and entry.from_file
             for kept in way.kept:
                 kept.from_file = False
         self._over(way)
-
-    def _saved(self, keys: Sequence[PageKey]) -> None:
-        if self.files is not None:
-            self.files.saved(keys)
 
     def _over(self, way: TierMatch) -> None:
         for then in self._coming.pop(way.key):

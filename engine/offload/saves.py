@@ -18,6 +18,7 @@ from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
+from engine.offload.file_tier import FileTier
 from engine.offload.host_cache import HostCache
 from engine.offload.tier_index import TierEntry
 
@@ -112,7 +113,7 @@ class TierSaves:
     Attributes:
         num_pages: pages saved since the start.
     Args:
-        saved: called with the keys for which host memory has new pages.
+        files: the tier that writes saved pages to files, if any.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class TierSaves:
         host: HostCache,
         pages: PageAllocator,
         copier: TierCopier,
-        saved: Callable[[Sequence[PageKey]], None],
+        files: FileTier | None,
     ) -> None:
         self._host = host
         self._pages = pages
         self._copier = copier
         self._width = host.index.width
-        self._saved = saved
+        self._files = files
         self.copies = TierCopies(host, pages)
         self.num_pages = 0
         self._num_saving = 0
@@ -245,7 +246,8 @@ class TierSaves:
         self.num_pages += len(device)
         for kept in saved:
             kept.writes -= 1
-        self._saved(keys)
+        if self._files is not None:
+            self._files.saved(keys)
 
 
 def _pages_up_to(node: RadixNode) -> Ints:

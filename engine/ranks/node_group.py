@@ -27,7 +27,7 @@ from common.logs import kv
 from common.process.polling import poll_ready
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep
-from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.shm import SharedMemoryGroup, memory_bytes, new_memory
 
 MEET_S = 600.0  # seconds from the start of a node until all nodes of its group have started
 LOAD_S = 3600.0  # seconds to load weights from a slow disk
@@ -172,9 +172,7 @@ def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[
                     open_until_joined.callback(one.close)
                     joined[one.rank] = one
             Path(place).unlink()
-        memories = [os.memfd_create("baton-group", os.MFD_CLOEXEC) for _ in range(_NUM_MEMORIES)]
-        for memory in memories:
-            os.truncate(memory, memory_bytes(size))
+        memories = [new_memory("baton-group", memory_bytes(size)) for _ in range(_NUM_MEMORIES)]
         nodes = [own, *(joined[rank].files for rank in range(1, size))]
 
         def files_of(rank: int) -> list[int]:

@@ -12,7 +12,7 @@ from engine.ranks.expert_placement import ExpertPlacement
 from engine.ranks.group import Group
 from engine.ranks.meeting import Meeting
 from engine.ranks.share import Share, Stage
-from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.shm import SharedMemoryGroup, memory_bytes, new_memory
 from engine.ranks.torch_group import TorchGroup
 
 
@@ -91,10 +91,8 @@ def group_memories(config: ParallelConfig) -> Iterator[Callable[[int], Sequence[
     rank's stage and pipe, as arguments of `open_groups`."""
 
     def created(num_groups: int, size: int) -> list[int]:
-        made = [os.memfd_create("baton-collectives", os.MFD_CLOEXEC) for _ in range(num_groups)]
-        for memory in made:
-            os.truncate(memory, memory_bytes(size))
-        return made
+        num_bytes = memory_bytes(size)
+        return [new_memory("baton-collectives", num_bytes) for _ in range(num_groups)]
 
     stages = created(config.pp, config.tp)
     pipes = created(config.tp if config.pp > 1 else 0, config.pp)

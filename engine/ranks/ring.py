@@ -8,25 +8,19 @@ Pinning would occupy the whole ring, most of which is never used.
 """
 
 import mmap
-import os
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.ranks.shm import new_memory
 
 BLOCKS = 8  # rank 0 is at most three steps ahead of the last rank
 _PAGE = 4096
 
 
 def ring_memory(block_bytes: int) -> int:
-    """Return the descriptor of new memory for a ring. Physical memory is used only as far as blocks
-    are filled.
-
-    Args:
-        block_bytes: a result of `whole_pages`.
-    """
-    memory = os.memfd_create("baton-steps", os.MFD_CLOEXEC)
-    os.truncate(memory, BLOCKS * block_bytes)
-    return memory
+    """Return the descriptor of new memory for a ring. `block_bytes`: a result of `whole_pages`."""
+    return new_memory("baton-steps", BLOCKS * block_bytes)
 
 
 def whole_pages(num_bytes: int) -> int:

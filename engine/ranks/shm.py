@@ -46,6 +46,14 @@ def memory_bytes(size: int) -> int:
     return size * (2 * _LINE + 2 * BUFFER_BYTES)
 
 
+def new_memory(name: str, num_bytes: int) -> int:
+    """Return the descriptor of new memory with zeros. Only pages that are written take physical
+    memory."""
+    memory = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.truncate(memory, num_bytes)
+    return memory
+
+
 class SharedMemoryGroup:
     """A Group of ranks that share a file.
 

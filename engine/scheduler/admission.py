@@ -29,6 +29,7 @@ from engine.kv_cache.radix import PrefixMatch
 from engine.kv_cache.radix_nodes import NO_STATE, stretch
 from engine.scheduler.arrivals import (
     ActivePrefills,
+    KeptCapacity,
     PageDemand,
     SchedulePolicy,
     WaitingQueue,
@@ -153,6 +154,7 @@ class PrefillAdmission:
         core: EngineCore,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
+        kept: KeptCapacity,
         on_admit: Callable[[Request, PageHolding], None],
     ) -> None:
         table, cache = core.table, core.cache
@@ -171,6 +173,7 @@ class PrefillAdmission:
         self._clock = core.clock
         self._retracted = retracted
         self._ratio = ratio
+        self._kept = kept
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
@@ -218,10 +221,8 @@ class PrefillAdmission:
         reserved_pages: int,
         num_decode_rows: int,
         min_priority: float,
-        kept_slots: int,
-        barrier: float,
-        alone: bool,
-        quarantined: bool = False,
+        device_empty: bool,
+        quarantined: bool,
     ) -> list[ExtendRow]:
         """Return the prefill rows of the next forward, or an empty list if no prompt can be
         computed.
@@ -233,9 +234,8 @@ class PrefillAdmission:
             num_decode_rows: decode rows of the same forward. Their tokens count against the chunk's
                 budget.
             min_priority: minimum priority that is admitted.
-            kept_slots: slots that must stay free.
-            barrier: requests whose queue position is behind it are not admitted.
-            alone: whether the device is empty. Then any request that fits at all is admitted.
+            device_empty: whether no request is on the device. Then any request that fits at all is
+                admitted.
             quarantined: True: admit only requests that must be computed alone. False: admit only
                 the others.
         """
@@ -254,28 +254,29 @@ class PrefillAdmission:
                 rows.append(self._next_chunk(chunked, adder))
             if quarantined:
                 return rows
-        if self.chunked is not None or (rows and not self.has_slot(kept_slots, min_priority)):
+        if self.chunked is not None or (rows and not self.has_slot(min_priority)):
             return rows
-        if alone or not self._is_full(adder, barrier, min_priority, quarantined):
-            self._admit(adder, rows, kept_slots, barrier, min_priority, alone, quarantined)
+        if device_empty or not self._is_full(adder, min_priority, quarantined):
+            self._admit(adder, rows, min_priority, device_empty, quarantined)
         return rows
 
-    def has_slot(self, kept_slots: int, min_priority: float = -math.inf) -> bool:
+    def has_slot(self, min_priority: float = -math.inf) -> bool:
         """Return whether a waiting request of at least this priority could get a slot."""
         if not self.waiting or self.waiting.highest_priority < min_priority:
             return False
-        return self.num_free_slots > kept_slots
+        return self.num_free_slots > 0
 
     @property
     def num_free_slots(self) -> int:
         """Number of slots available to new requests."""
-        return min(self._table.num_free, self.num_more_on_device)
+        return min(self._table.num_free - self._kept.slots, self.num_more_on_device)
 
     @property
     def num_more_on_device(self) -> int:
         """Number of further requests that may run or be prefilled. Swapped-out requests keep their
         slots, but do not count against this limit."""
-        return self._most_on_device - self._table.num_live + self._retracted.num_away
+        on_device = self._table.num_live - self._retracted.num_away
+        return self._most_on_device - on_device - self._kept.slots
 
     def needed_pages(self, request: Request) -> int:
         """Return the pages that the request would need now, including pages kept free for its
@@ -362,27 +363,24 @@ class PrefillAdmission:
         pages = self._cache.allocate(num_pages, PageHolder.STEP)
         return NO_STATE if pages is None else pages
 
-    def _is_full(
-        self, adder: PrefillAdder, barrier: float, min_priority: float, quarantined: bool
-    ) -> bool:
+    def _is_full(self, adder: PrefillAdder, min_priority: float, quarantined: bool) -> bool:
         """Return whether the last admission pass failed and nothing has changed since, so that no
         request fits."""
         full = self._full.get(quarantined)
-        if full is None or full.of != self._tried(barrier, min_priority):
+        if full is None or full.of != self._tried(min_priority):
             return False
         return not adder.has_room(full.num_pages, self._cache.num_available)
 
-    def _tried(self, barrier: float, min_priority: float) -> tuple[int, int, float, float]:
+    def _tried(self, min_priority: float) -> tuple[int, int, float, float]:
+        barrier = self._kept.barrier
         return self.waiting.num_changes, self._cache.num_pages, barrier, min_priority
 
     def _admit(
         self,
         adder: PrefillAdder,
         rows: list[ExtendRow],
-        kept_slots: int,
-        barrier: float,
         min_priority: float,
-        alone: bool,
+        device_empty: bool,
         quarantined: bool,
     ) -> None:
         """Add rows while the budgets last. At most one of them is a quarantined request."""
@@ -391,7 +389,7 @@ class PrefillAdmission:
         held_back = False
         for request in self.waiting.in_order():
             returned = self.waiting.was_returned(request)
-            behind = request.queue_position > barrier and not returned
+            behind = request.queue_position > self._kept.barrier and not returned
             if behind or request.spec.priority < min_priority:
                 continue
             if request.quarantined is not quarantined:  # it is computed in another step
@@ -406,7 +404,7 @@ class PrefillAdmission:
                 continue
             growth = self.growth_pages(request)
             needed = self._needed_pages(request, match)
-            if rows or not alone:
+            if rows or not device_empty:
                 needed += growth
             if not adder.has_room(needed, self._cache.num_available):
                 least = min(least, needed)
@@ -424,10 +422,10 @@ class PrefillAdmission:
                 return
             adder.reserve(growth)
             rows.append(self._reserve(request, match, end, adder))
-            if self.chunked is not None or quarantined or not self.has_slot(kept_slots):
+            if self.chunked is not None or quarantined or not self.has_slot():
                 return
         if not held_back:
-            self._full[quarantined] = _Full(self._tried(barrier, min_priority), least)
+            self._full[quarantined] = _Full(self._tried(min_priority), least)
 
     def _is_coming(self, request: Request) -> bool:
         """Return whether an offload tier is loading more of this request's prefix. Start the load

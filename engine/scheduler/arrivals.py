@@ -267,6 +267,26 @@ class FreeCapacity(msgspec.Struct, frozen=True):
         return FreeCapacity(self.num_pages - num_pages, self.num_slots - 1)
 
 
+@dataclass(slots=True)
+class KeptCapacity:
+    """Capacity that admission keeps for requests that will join with KV from another node.
+
+    Attributes:
+        slots: one for each joining request that already holds pages. Without a slot it could
+            neither run nor be retracted, and the last running request could wait for its pages
+            forever.
+        pages: pages for the growth of joining requests.
+        barrier: requests with a later queue position wait, because a joining request ahead of them
+            has waited too long for capacity.
+        most_urgent: highest priority of joining requests that wait for capacity. -inf: none.
+    """
+
+    slots: int = 0
+    pages: int = 0
+    barrier: float = math.inf
+    most_urgent: float = -math.inf
+
+
 def is_overdue(arrived: float, now: float) -> bool:
     """Return whether a request has waited so long that no request behind it may overtake it."""
     return now - arrived > SKIP_AHEAD_S

@@ -37,15 +37,14 @@ from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
 from engine.grammar.matching import Match
-from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
+from engine.kv_cache.pages import ONE, PageAllocator, PageHolder, Pages
 from engine.kv_cache.radix_nodes import NO_STATE
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps
-from engine.scheduler.running import RunningBatch
+from engine.scheduler.running import NO_SLOTS, RunningBatch
 from engine.speculative import NOTHING, Speculator
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
-_NO_SLOTS = np.empty(0, np.intp)
 _NO_CHECKPOINTS: tuple[StateCheckpoint, ...] = ()
 
 
@@ -299,21 +298,23 @@ class LaunchedSteps:
     the pages that it writes. Engine thread only.
 
     Attributes:
-        split: the forward that is between two groups of its layers, if any.
+        split: the forward that is between two groups of its layers, until its last group is
+            launched. None: there is no such forward.
     """
 
     def __init__(self, table: SlotTable, pages: PageAllocator) -> None:
         self._table = table
         self._pages = pages
         self._steps: deque[ScheduledStep] = deque()
-        self.split: tuple[ScheduledStep, ...] = ()
+        self.split: ScheduledStep | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[ScheduledStep]:
         yield from self._steps
-        yield from self.split
+        if self.split is not None:
+            yield self.split
 
     def append(self, step: ScheduledStep) -> None:
         self._steps.append(step)
@@ -354,11 +355,10 @@ class StepAssembler:
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._one = np.array(1, np.int32)  # numpy would convert a Python int in every call
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
         # Rows of the previous step, in both index types.
-        self._slots = np.empty(0, np.intp)
+        self._slots = NO_SLOTS
         self._slots_in_batch = np.empty(0, np.int32)
         # A slot is in flight if its step number is above `finished_step`. The numbers therefore
         # continue from the previous scheduler that used this table.
@@ -373,7 +373,7 @@ class StepAssembler:
         """Build a step: prompt rows first, then decode rows."""
         slots, early = rows.slots, rows.early
         ends = self._table.length[slots]
-        starts = ends - self._one
+        starts = ends - ONE
         if rows.drafts is not None:
             ends = ends + rows.drafts
         samples = self._all[: len(slots)]
@@ -431,7 +431,7 @@ class StepAssembler:
             return replace(forward, batch=batch, swaps=swaps)
         if layers.drops:
             return _without_tokens(forward, batch, swaps)
-        return ScheduledStep(batch, (), _NO_SLOTS, swaps)
+        return ScheduledStep(batch, (), NO_SLOTS, swaps)
 
 
 def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:

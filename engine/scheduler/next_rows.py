@@ -19,7 +19,6 @@ nodes that could compute prompts have some.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -33,9 +32,9 @@ from engine.batch.request import Request
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
-from engine.scheduler.arrivals import FreeCapacity
+from engine.scheduler.arrivals import FreeCapacity, KeptCapacity
 from engine.scheduler.retraction import RetractedRequests, Retraction, victims_first
-from engine.scheduler.running import QuarantineQueue, RunningBatch
+from engine.scheduler.running import NO_SLOTS, QuarantineQueue, RunningBatch
 from engine.scheduler.slot_owners import SlotOwners
 
 MAX_PREEMPTIONS = 8  # per request
@@ -148,29 +147,6 @@ class Preemption:
         return chosen if missing <= 0 and room.num_slots + len(chosen) > 0 else []
 
 
-_NO_SLOTS = np.empty(0, np.intp)
-
-
-@dataclass(slots=True)
-class KeptCapacity:
-    """Capacity that admission keeps for requests that will join with KV from another node.
-
-    Attributes:
-        slots: one for each joining request that already holds pages. Without a slot it could
-            neither run nor be retracted, and the last running request could wait for its pages
-            forever.
-        pages: pages for the growth of joining requests.
-        barrier: requests with a later queue position wait, because a joining request ahead of them
-            has waited too long for capacity.
-        most_urgent: highest priority of joining requests that wait for capacity. -inf: none.
-    """
-
-    slots: int = 0
-    pages: int = 0
-    barrier: float = math.inf
-    most_urgent: float = -math.inf
-
-
 class StepKind(Enum):
     """Which requests a step may compute."""
 
@@ -193,7 +169,7 @@ class SelectedRows(NamedTuple):
     layers: LayerGroup | None = None
 
 
-NO_ROWS = SelectedRows((), _NO_SLOTS)
+NO_ROWS = SelectedRows((), NO_SLOTS)
 
 
 class RowSelector:
@@ -201,6 +177,8 @@ class RowSelector:
 
     Args:
         mixed_chunk: whether decode rows share forwards with prompts.
+    Attributes:
+        admits_prompts: False: prompts wait, except quarantined ones (prefill delayer).
     """
 
     def __init__(
@@ -224,6 +202,7 @@ class RowSelector:
         self._retraction = retraction
         self._preemption = preemption
         self._after_quarantined = False
+        self.admits_prompts = True
 
     def kinds_to_try(self) -> Sequence[StepKind]:
         """Return the kinds of step to try, in order. The two kinds alternate."""
@@ -232,21 +211,20 @@ class RowSelector:
         kinds = (StepKind.QUARANTINED, StepKind.SHARED)
         return kinds[::-1] if self._after_quarantined else kinds
 
-    def choose(self, kind: StepKind) -> SelectedRows | None:
+    def choose(self, kind: StepKind, *, prompts: bool = True) -> SelectedRows | None:
         """Choose the rows of a step of this kind. The caller must launch them.
 
+        Args:
+            prompts: False: only decode rows, unless the kind is QUARANTINED.
         Returns:
             None if there are no such rows.
         """
         if kind is StepKind.QUARANTINED:
-            return self._chosen(self._of_one(), kind)
-        return self._chosen(self._of_all(), kind)
-
-    def choose_decodes(self) -> SelectedRows | None:
-        """Choose decode rows that may share a forward, see `choose`."""
-        return self._chosen(self._of_decodes(), StepKind.SHARED)
-
-    def _chosen(self, rows: SelectedRows, kind: StepKind) -> SelectedRows | None:
+            rows = self._of_one()
+        elif prompts and self.admits_prompts:
+            rows = self._of_all()
+        else:
+            rows = self._of_decodes()
         if not rows.extends and not len(rows.decodes):
             return None
         self._after_quarantined = kind is StepKind.QUARANTINED
@@ -257,9 +235,14 @@ class RowSelector:
         """Pages that new requests may not use: the growth of running requests, and kept pages."""
         return self._running.growth() + self._kept.pages
 
+    @property
+    def delays_requests(self) -> bool:
+        """Return whether a prompt would delay a running request, or one that is about to run."""
+        return len(self._running) > 0 or self._kept.slots > 0
+
     def _of_all(self) -> SelectedRows:
         if extends := self._extends(quarantined=False):
-            return SelectedRows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
+            return SelectedRows(extends, self._riders() if self._mixed_chunk else NO_SLOTS)
         return self._of_decodes()
 
     def _of_decodes(self) -> SelectedRows:
@@ -267,21 +250,18 @@ class RowSelector:
 
     def _of_one(self) -> SelectedRows:
         if extends := self._extends(quarantined=True):
-            return SelectedRows(extends, _NO_SLOTS)
+            return SelectedRows(extends, NO_SLOTS)
         return SelectedRows((), self._decodes(self._quarantine.inside(self._running.ready())[:1]))
 
     def _extends(self, *, quarantined: bool) -> list[ExtendRow]:
-        admission, kept = self._admission, self._kept
-        min_priority = self._preemption.min_priority
-        if admission.chunked is None and not admission.has_slot(kept.slots, min_priority):
+        admission, min_priority = self._admission, self._preemption.min_priority
+        if admission.chunked is None and not admission.has_slot(min_priority):
             return []
         return admission.next_rows(
             reserved_pages=self.reserved_pages,
             num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
             min_priority=min_priority,
-            kept_slots=kept.slots,
-            barrier=kept.barrier,
-            alone=self._owners.all_away,
+            device_empty=self._owners.all_away,
             quarantined=quarantined,
         )
 
@@ -334,27 +314,3 @@ def prefills_now(counts: PrefillCounts, waited: int) -> bool:
     prompts have waited for each other."""
     costs_nothing = not counts.decoding or counts.chunking > 0
     return costs_nothing or 2 * counts.ready > counts.with_room or waited >= MAX_PASSES
-
-
-class PrefillGate:
-    """Chooses the rows of each forward, without prompts while the gate is closed (prefill delayer).
-
-    Attributes:
-        is_open: set by the group before each choice.
-    """
-
-    def __init__(self, rows: RowSelector) -> None:
-        self._rows = rows
-        self.is_open = True
-
-    @property
-    def reserved_pages(self) -> int:
-        return self._rows.reserved_pages
-
-    def kinds_to_try(self) -> Sequence[StepKind]:
-        return self._rows.kinds_to_try()
-
-    def choose(self, kind: StepKind) -> SelectedRows | None:
-        if self.is_open or kind is StepKind.QUARANTINED:
-            return self._rows.choose(kind)
-        return self._rows.choose_decodes()

@@ -24,13 +24,11 @@ from engine.batch.batch import (
 )
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import EngineCore
-from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.pages import ONE, PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.slot_owners import CorruptPrefix, SlotOwners
-
-_ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 
 
 class ChunkDone(msgspec.Struct, frozen=True, eq=False):
@@ -202,7 +200,7 @@ class StepResults:
             return slots, places, tokens
         dropped = table.unchosen[slots] & (table.max_length[slots] > 0) & (tokens >= 0)
         dropped &= table.live[slots]
-        np.subtract.at(table.length, slots[dropped], _ONE)  # a row may have several tokens
+        np.subtract.at(table.length, slots[dropped], ONE)  # a row may have several tokens
         return slots[~dropped], places[~dropped], tokens[~dropped]
 
     def _finish_chunks(
@@ -332,7 +330,7 @@ class StepResults:
         table = self._table
         stops = table.stop_ids[slots] == tokens[:, None]
         odd = tokens.view(np.uint32) >= self._vocabulary_size  # includes negative ids
-        return stops, odd, places + _ONE >= table.max_length[slots]
+        return stops, odd, places + ONE >= table.max_length[slots]
 
     def _finish_tokens(
         self,
@@ -350,7 +348,7 @@ class StepResults:
         live = table.live[slots]
         if np.count_nonzero(live) < len(slots):
             slots, places, tokens = slots[live], places[live], tokens[live]
-        known = places + _ONE
+        known = places + ONE
         stops, odd, last = self._ending(slots, places, tokens)
         if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
             table.tokens[slots, places] = tokens

@@ -67,6 +67,9 @@ class HostSwaps:
         return [copies.host_pages for copies in (self.swap_out, self.swap_in) if copies is not None]
 
 
+NO_SWAPS = HostSwaps()
+
+
 class RetractedRequests:
     """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
     equal ones in the order in which they were retracted.
@@ -111,7 +114,7 @@ class RetractedRequests:
     @property
     def saving(self) -> bool:
         """Return whether the next batch has pages to copy to the host."""
-        return any(entry.state is _State.SAVING for entry in self._by_key.values())
+        return bool(self._in(_State.SAVING))
 
     def highest_rank(self) -> float:
         """Return the highest rank of swapped-out requests. Requires at least one request."""
@@ -159,7 +162,7 @@ class RetractedRequests:
     def unsaved_pages(self) -> list[Ints]:
         """Return the pages that the next batch copies to the host before its forward, per
         request."""
-        return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
+        return [entry.device_pages for entry in self._in(_State.SAVING)]
 
     def next_saved(self, rank_to_exceed: float = -math.inf) -> tuple[int, PageHolding] | None:
         """Return slot and former pages of the next request to swap in, or None. Its rank must
@@ -185,17 +188,13 @@ class RetractedRequests:
 
     def returning(self) -> NDArray[np.intp]:
         """Return the slots that the next batch swaps in."""
-        slots = [e.slot for e in self._by_key.values() if e.state is _State.RETURNING]
-        return np.array(slots, np.intp)
+        return np.array([entry.slot for entry in self._in(_State.RETURNING)], np.intp)
 
     def take_lost(self) -> list[Request]:
         """Remove and return the LOST requests whose tokens are all known. They must be
         recomputed."""
-        known = [
-            entry.request
-            for entry in self._by_key.values()
-            if entry.state is _State.LOST and not self._table.in_flight(entry.slot)
-        ]
+        lost = self._in(_State.LOST)
+        known = [entry.request for entry in lost if not self._table.in_flight(entry.slot)]
         for request in known:
             del self._by_key[request.key]
         return known
@@ -206,8 +205,7 @@ class RetractedRequests:
         The caller holds the pages of swap_in for the step. `save` has already added one hold per
         request to the pages of swap_out. Host pages are held until `swapped`.
         """
-        saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
-        returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
+        saving, returning = self._in(_State.SAVING), self._in(_State.RETURNING)
         swaps = HostSwaps(_copies(saving), _copies(returning), self.unsaved_pages())
         for host_pages in swaps.on_host():
             self._host.hold(host_pages, PageHolder.STEP)
@@ -230,6 +228,9 @@ class RetractedRequests:
         self._host.drop(entry.host_pages, PageHolder.REQUEST)
         if entry.state is _State.SAVING:
             self._pages.drop(entry.device_pages, PageHolder.STEP)
+
+    def _in(self, state: _State) -> list[_Retracted]:
+        return [entry for entry in self._by_key.values() if entry.state is state]
 
     def _away(self) -> Iterator[_Retracted]:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)

@@ -20,6 +20,7 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
 
+NO_SLOTS = np.empty(0, np.intp)
 CLIP_NEW_TOKENS = 4096  # limit of the remaining tokens that count per request
 # After a retraction, every remaining request must have pages for this many steps.
 LOOK_AHEAD_STEPS = 20
@@ -97,7 +98,7 @@ class RunningBatch:
         self._table = table
         self._cache = cache
         self._member = np.zeros(table.num_slots, np.bool_)
-        self._slots: NDArray[np.intp] = np.empty(0, np.intp)
+        self._slots: NDArray[np.intp] = NO_SLOTS
         self._stale = False
 
     def __len__(self) -> int:

@@ -12,8 +12,6 @@ It knows no nodes, transfers or sockets, and never blocks. A launched step holds
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-import numpy as np
-
 from common.config import SchedulerConfig
 from common.distribution import HistogramCounts
 from common.errors import EngineFault, FailedPrecondition, InvalidRequest
@@ -22,31 +20,21 @@ from engine.batch.batch import BatchResult, Ints, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
 from engine.core import EngineCore
-from engine.kv_cache.pages import PageHolder, Pages
+from engine.kv_cache.pages import ONE, PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.arrivals import FreeCapacity, PageDemand
+from engine.scheduler.arrivals import FreeCapacity, KeptCapacity, PageDemand
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler
-from engine.scheduler.next_rows import (
-    NO_ROWS,
-    KeptCapacity,
-    Preemption,
-    PrefillGate,
-    RowSelector,
-    SelectedRows,
-    StepKind,
-)
+from engine.scheduler.next_rows import NO_ROWS, Preemption, RowSelector, SelectedRows, StepKind
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
-from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
+from engine.scheduler.retraction import NO_SWAPS, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
 from engine.scheduler.slot_owners import MaskWaits, PausedRequest, SlotOwners, check_books
-from engine.scheduler.split_prefill import SplitForwardState, SplitSelector
+from engine.scheduler.split_prefill import GroupLimits, SplitSelector
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
-_ONE = np.array(1, np.int32)  # numpy would convert a Python int in every call
 _NOTHING: Mapping[PageHolder, Iterable[Pages]] = {}
-_NO_SWAPS = HostSwaps()
 
 
 class Scheduler:
@@ -54,6 +42,7 @@ class Scheduler:
 
     Attributes:
         kept: capacity that requests from `add` must leave to requests that will `join`.
+        rows: chooses the rows of each forward.
         preempts: whether a waiting request may preempt a running one.
         paused: no step is chosen while it is set. Launched steps finish.
         running_alone: the quarantined request (common/request.py) whose step is launched, if any.
@@ -84,7 +73,10 @@ class Scheduler:
         self._running = RunningBatch(core.table, core.cache, ratio)
         self._launched = LaunchedSteps(core.table, core.pages)
         self._retracted = RetractedRequests(core, self._launched.hold_written)
-        self._admission = PrefillAdmission(config, core, self._retracted, ratio, on_admit)
+        self.kept = KeptCapacity()
+        self._admission = PrefillAdmission(
+            config, core, self._retracted, ratio, self.kept, on_admit
+        )
         self._speculation: Speculation | None = None
         if core.speculator is not None:
             self._speculation = Speculation(core.speculator, core, self._running)
@@ -103,8 +95,7 @@ class Scheduler:
         )
         self._mask_waits = MaskWaits(core.table, self._owners, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._owners)
-        self.kept = KeptCapacity()
-        self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
+        self.rows = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk and not config.split_prefill_ms,
             admission=self._admission,
@@ -118,7 +109,7 @@ class Scheduler:
         self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
-        self._split = SplitForwardState(core.table, self._owners, self._assembler, self._launched)
+        self._split: SplitSelector | None = None
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -298,7 +289,7 @@ class Scheduler:
     @property
     def computes(self) -> bool:
         """Return whether a launched step is unfinished."""
-        return bool(self._launched or self._launched.split)
+        return len(self._launched) > 0 or self._launched.split is not None
 
     def requeue_all(self) -> None:
         """Release all KV of the requests, and queue them to be recomputed from their tokens.
@@ -322,9 +313,12 @@ class Scheduler:
         Pages: free and evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
         """
-        reserved_pages = self._next_rows.reserved_pages + self._admission.growth_of_chunked
+        reserved_pages = self.rows.reserved_pages + self._admission.growth_of_chunked
+        if (split := self._launched.split) is not None:
+            growing = (row.request for row in split.extends if row.samples)
+            reserved_pages += sum(map(self._admission.growth_pages, growing))
         num_pages = self._cache.num_available - reserved_pages
-        return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
+        return FreeCapacity(num_pages, self._admission.num_free_slots)
 
     @property
     def min_priority(self) -> float:
@@ -388,31 +382,21 @@ class Scheduler:
     @property
     def has_prefill_room(self) -> bool:
         """Return whether there is a slot for another prompt."""
-        return self._admission.has_slot(self.kept.slots)
-
-    def gate_prefills(self) -> PrefillGate:
-        """Return a gate that can stop all prompts from now on (prefill delayer)."""
-        assert isinstance(self._next_rows, RowSelector)
-        gate = self._next_rows = PrefillGate(self._next_rows)
-        return gate
-
-    def split_prefills(
-        self, limit_s: float, num_layers: int, token_s: Callable[[], float | None]
-    ) -> None:
-        """Compute prompts in groups of layers from now on. See SplitSelector."""
-        assert isinstance(self._next_rows, RowSelector)
-        self._next_rows = SplitSelector(
-            self._next_rows,
-            self._split,
-            admission=self._admission,
-            running=self._running,
-            kept=self.kept,
-            limit_s=limit_s,
-            num_layers=num_layers,
-            token_s=token_s,
-        )
+        return self._admission.has_slot()
 
     # The next forward.
+
+    def split_prefills(self, limits: GroupLimits) -> None:
+        """Compute prompts in groups of layers from now on."""
+        self._split = SplitSelector(
+            self.rows,
+            limits,
+            table=self._table,
+            admission=self._admission,
+            owners=self._owners,
+            assembler=self._assembler,
+            launched=self._launched,
+        )
 
     def next_batch(self) -> ScheduleBatch | None:
         """Choose the next forward. Return None if there is nothing to compute now.
@@ -428,10 +412,11 @@ class Scheduler:
             self._swap_in()
         if self.running_alone is not None:
             return None  # no other row runs together with it
-        for kind in self._next_rows.kinds_to_try():
+        selector = self.rows if self._split is None else self._split
+        for kind in selector.kinds_to_try():
             if kind is StepKind.QUARANTINED and self._launched:
                 return None  # earlier steps must finish first
-            rows = self._next_rows.choose(kind)
+            rows = selector.choose(kind)
             if rows is not None:
                 return self._launch(rows, kind)
         # No rows to compute, but requests wait for pages that this step saves.
@@ -445,34 +430,34 @@ class Scheduler:
         """
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
-        if may_help and self._admission.chunked is None and not self._launched.split:
+        if may_help and self._admission.chunked is None and self._launched.split is None:
             first = waiting.most_urgent()
             self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch_rest(self) -> ScheduleBatch | None:
         """Launch the remaining layers of a split prefill."""
-        if not self._launched.split:
+        if self._split is None or self._launched.split is None:
             return None
-        assert isinstance(self._next_rows, SplitSelector)
-        return self._launch(self._next_rows.choose_rest(), StepKind.SHARED)
+        return self._launch(self._split.choose_rest(), StepKind.SHARED)
 
     def _launch(self, rows: SelectedRows, kind: StepKind) -> ScheduleBatch:
-        alone = kind is StepKind.QUARANTINED
-        swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
+        quarantined = kind is StepKind.QUARANTINED
+        swaps = self._retracted.swaps() if self._retracted else NO_SWAPS
         decodes = DecodeRows(rows.decodes)
         if self._speculation is not None:
-            verify = not (alone or rows.extends)
+            verify = not (quarantined or rows.extends)
             decodes = self._speculation.rows(rows.decodes, verify=verify)
         if rows.layers is None:
             step = self._assembler.assemble(rows.extends, decodes, swaps)
         else:
-            step = self._split.step(rows, swaps)
+            assert self._split is not None
+            step = self._split.step(rows, rows.layers, swaps)
         if swaps.swap_in is not None:  # the retraction has already added the holds of swap_out
             self._pages.hold(swaps.swap_in.device_pages, PageHolder.STEP)
         self._table.hold(step.slots, step.batch.step)
         if len(decodes.slots):
             self._table.length[decodes.slots] += (
-                _ONE if decodes.drafts is None else decodes.drafts + _ONE
+                ONE if decodes.drafts is None else decodes.drafts + ONE
             )
         for row in step.extends:
             if row.request.slot != row.slot:
@@ -482,7 +467,7 @@ class Scheduler:
                 self._table.length[row.slot] += 1
                 self._owners.run(row.slot, row.request)
         self._launched.append(step)
-        self.running_alone = self._owners.by_slot[int(step.slots[0])] if alone else None
+        self.running_alone = self._owners.by_slot[int(step.slots[0])] if quarantined else None
         return step.batch
 
     def _swap_in(self) -> None:
@@ -492,7 +477,7 @@ class Scheduler:
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
         self._retraction.swap_in(
             device_empty=self._owners.all_away,
-            max_requests=self._admission.num_more_on_device - self.kept.slots,
+            max_requests=self._admission.num_more_on_device,
             rank_to_exceed=self._preemption.rank_to_exceed(most_urgent),
         )
 

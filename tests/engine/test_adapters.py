@@ -20,17 +20,17 @@ from common.errors import (
 from engine.adapters.adapters import (
     AdapterBank,
     AdapterManager,
+    adapter_directory,
     bank_of,
     load_all,
     no_adapters,
-    shelf_of,
 )
 from engine.adapters.library import (
     MAX_LOADING,
     AdapterCache,
     AdapterDirectory,
     AdapterLoader,
-    no_shelf,
+    no_adapter_directory,
 )
 from engine.adapters.stored import AdapterLimits, AdapterReader, LoraAdapter, LoraPair
 from engine.batch.table import SlotTable
@@ -198,7 +198,7 @@ def test_no_file_outside_of_the_directory_is_read(shelf, make, tmp_path):
 
 
 def test_without_a_directory_there_are_no_adapters(model):
-    nothing = no_shelf()
+    nothing = no_adapter_directory()
     assert refusal(nothing) == "lora_path: this node has no engine.lora.adapter_dir"
     assert bank_of(LoraConfig(), model, free=0).num_slots == 0
 
@@ -207,14 +207,14 @@ def test_an_engine_starts_only_if_its_configured_adapters_load(model, make, tmp_
     make("a"), make("b", seed=1)
     config = LoraConfig(adapter_dir=tmp_path / "shelf", preload=("a", "other=b"))
     library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
-    load_all(config, shelf_of(config, model), library)
+    load_all(config, adapter_directory(config, model), library)
     assert set(library.names()) == {"a", "other"}
     for wrong in ({"preload": ("c",)}, {"preload": ("a", "b"), "max_cpu_loras": 1}):
         config = LoraConfig(adapter_dir=tmp_path / "shelf", **wrong)
         with pytest.raises(ConfigError, match=r"engine\.lora\.preload: "):
             load_all(
                 config,
-                shelf_of(config, model),
+                adapter_directory(config, model),
                 AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes),
             )
 

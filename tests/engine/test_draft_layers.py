@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
 from engine.models import load, open_checkpoint
+from engine.models.spec import LoadTarget
 from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import fingerprint, make_checkpoint, reference_model
 from tests.support.drafters import (
@@ -418,12 +419,12 @@ def test_a_layer_of_the_checkpoint_counts_as_weights_and_is_updated_with_them(tm
     )
     mtp = SpeculativeConfig(method="mtp")
     plain, drafting = open_checkpoint(old), open_checkpoint(old, speculation=mtp)
-    weighed = [each.weight_bytes(CPU, torch.float32, "none") for each in (plain, drafting)]
+    weighed = [each.weight_bytes(LoadTarget(CPU, torch.float32)) for each in (plain, drafting)]
     assert weighed[1] > weighed[0]
     assert set(drafting.stored()) - set(plain.stored())
     model = load(old, CPU, torch.float32, speculation=mtp)
     assert len(model.products) == len(load(old, CPU, torch.float32).products)
-    open_checkpoint(new, speculation=mtp).refill(model, "none")
+    open_checkpoint(new, speculation=mtp).refill(model)
     fresh = load(new, CPU, torch.float32, speculation=mtp)
     for name in ("token_norm", "head_norm", "body.ffn_norm"):
         mine, its = (attrgetter(name)(each.drafter.layer) for each in (model, fresh))
@@ -443,22 +444,22 @@ def test_a_drafter_of_another_checkpoint_is_kept_in_updates_and_released_with_th
     )
     speculation = with_drafter(drafter)
     plain, drafting = open_checkpoint(llama), open_checkpoint(llama, speculation=speculation)
-    weighed = [each.weight_bytes(CPU, torch.float32, "none") for each in (plain, drafting)]
+    weighed = [each.weight_bytes(LoadTarget(CPU, torch.float32)) for each in (plain, drafting)]
     assert weighed[1] > weighed[0]
     assert set(drafting.stored()) == set(plain.stored())
-    model = drafting.load(CPU, torch.float32, "none")
-    assert len(model.products) == len(plain.load(CPU, torch.float32, "none").products)
+    model = drafting.load(LoadTarget(CPU, torch.float32))
+    assert len(model.products) == len(plain.load(LoadTarget(CPU, torch.float32)).products)
     before = _tensors_of(model.drafter)
-    open_checkpoint(new, speculation=speculation).refill(model, "none")
+    open_checkpoint(new, speculation=speculation).refill(model)
     assert all(map(torch.equal, _tensors_of(model.drafter), before))
     drafting.drain(model)
     assert not all(map(torch.equal, _tensors_of(model.drafter), before))
-    drafting.refill(model, "none")
+    drafting.refill(model)
     assert all(map(torch.equal, _tensors_of(model.drafter), before))
     drafting.drain(model)
     make(drafter, llama, seed=7)
     with pytest.raises(ConfigError, match=r"draft_model: the files have changed"):
-        drafting.refill(model, "none")
+        drafting.refill(model)
 
 
 def _tensors_of(drafter: object) -> list[Tensor]:

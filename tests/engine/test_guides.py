@@ -15,7 +15,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import JSON_OBJECT, GuidedDecoding, Prepared
 from engine.grammar import compilers, matching
 from engine.grammar.compilers import prepared
-from engine.grammar.grammar_verifier import GrammarTimeout, GrammarWorker, SubprocessVerifier
+from engine.grammar.grammar_verifier import GrammarTimeout, SubprocessVerifier, VerifierLane
 from engine.grammar.guides import MAX_SLOW, MAX_WAITING, GrammarCache
 from engine.grammar.matching import MatchThreads
 from tests.support.noise_model import SPECIAL_TOKENS, write
@@ -46,10 +46,10 @@ class Gate:
     def __init__(self) -> None:
         self.open = Event()
 
-    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+    def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
         if guide == SMALL:
             return prepared(guide)
-        if lane is GrammarWorker.QUICK:
+        if lane is VerifierLane.QUICK:
             raise GrammarTimeout("too slow")
         assert self.open.wait(WAIT_S)
         raise GrammarTimeout("too slow for the slow lane")
@@ -109,7 +109,7 @@ def test_the_result_of_a_grammar_is_cached(guides: GrammarCache, gate: Gate) -> 
 
 def test_the_number_of_waiting_grammars_is_limited(model: Path) -> None:
     class Shut(Gate):
-        def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+        def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
             assert self.open.wait(WAIT_S)
             return prepared(guide)
 
@@ -141,53 +141,53 @@ def test_a_verifier_process_that_never_answers_is_overload_after_the_deadline(
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(silent))
-    prover = SubprocessVerifier(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
+    verifier = SubprocessVerifier(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
     try:
-        for lane in GrammarWorker:  # the second request goes to a new process
+        for lane in VerifierLane:  # the second request goes to a new process
             with pytest.raises(Overloaded):
-                prover.prove(SMALL, lane)
+                verifier.verify(SMALL, lane)
     finally:
-        prover.close()
+        verifier.close()
 
 
 # Seen failing with costs by the clock of the process, which RLIMIT_CPU makes coarse, and with walks
 # that use the bits after the last token as tokens: then the tokens of a text cost nothing.
 def test_a_trial_rejects_a_grammar_with_many_parses_of_a_text(model: Path) -> None:
-    prover = SubprocessVerifier(model, VOCABULARY, EOS)
+    verifier = SubprocessVerifier(model, VOCABULARY, EOS)
     try:
         with pytest.raises(InvalidRequest, match="less ambiguous"):
-            prover.prove(AMBIGUOUS, GrammarWorker.SLOW)
-        prover.prove(SMALL, GrammarWorker.QUICK)
+            verifier.verify(AMBIGUOUS, VerifierLane.SLOW)
+        verifier.verify(SMALL, VerifierLane.QUICK)
     finally:
-        prover.close()
+        verifier.close()
 
 
 @pytest.mark.long
 def test_a_trial_that_would_not_end_is_killed(model: Path) -> None:
     """The kernel kills it in its own process, so the next trial is not affected."""
-    prover = SubprocessVerifier(model, VOCABULARY, EOS)
+    verifier = SubprocessVerifier(model, VOCABULARY, EOS)
     try:
-        prover.prove(JSON_OBJECT, GrammarWorker.SLOW)
+        verifier.verify(JSON_OBJECT, VerifierLane.SLOW)
         with pytest.raises(GrammarTimeout):
-            prover.prove(ENDLESS, GrammarWorker.QUICK)
-        prover.prove(SMALL, GrammarWorker.QUICK)
+            verifier.verify(ENDLESS, VerifierLane.QUICK)
+        verifier.verify(SMALL, VerifierLane.QUICK)
         with pytest.raises(InvalidRequest, match=r"sampling\.json_schema: it is not valid JSON"):
-            prover.prove(GuidedDecoding("json_schema", "no schema"), GrammarWorker.QUICK)
-        assert prover.prove(SMALL, GrammarWorker.QUICK) == Prepared("regex", SMALL.text)
-        assert prover.helper.pid is not None
-        os.kill(prover.helper.pid, signal.SIGKILL)
+            verifier.verify(GuidedDecoding("json_schema", "no schema"), VerifierLane.QUICK)
+        assert verifier.verify(SMALL, VerifierLane.QUICK) == Prepared("regex", SMALL.text)
+        assert verifier.helper.pid is not None
+        os.kill(verifier.helper.pid, signal.SIGKILL)
         with pytest.raises(Overloaded):
-            prover.prove(SMALL, GrammarWorker.QUICK)
-        prover.prove(SMALL, GrammarWorker.QUICK)
+            verifier.verify(SMALL, VerifierLane.QUICK)
+        verifier.verify(SMALL, VerifierLane.QUICK)
     finally:
-        prover.close()
+        verifier.close()
 
 
-def test_the_engine_compiles_the_verifiers_prepared_grammar(model: Path) -> None:
+def test_the_engine_compiles_what_the_verifier_has_made_of_a_guide(model: Path) -> None:
     """Not the request's own text, whose preparation may take seconds under its lock."""
 
     class Rewriting(Gate):
-        def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+        def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
             return Prepared("regex", SMALL.text)
 
     guides = GrammarCache(model, VOCABULARY, EOS, Rewriting())

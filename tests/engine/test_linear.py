@@ -13,6 +13,7 @@ from engine.models.linear.int8 import Int8Form, rounded
 from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.linear.weight_only import WeightOnlyForm
+from engine.models.spec import LoadTarget
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
 from kernels.quantised import QuantFormat
@@ -149,27 +150,27 @@ def test_experts_are_close_to_their_exact_sum_for_any_number_of_rows(form, dtype
 
 def test_bfloat16_is_packed_if_possible_and_float32_is_unchanged(monkeypatch):
     monkeypatch.setattr(onednn, "packs_bfloat16", lambda: True)
-    assert isinstance(form_of(CPU, torch.bfloat16, "none"), PackedForm)
+    assert isinstance(form_of(LoadTarget(CPU, torch.bfloat16)), PackedForm)
     for dtype in (torch.float32, torch.float16):
-        assert form_of(CPU, dtype, "none") == DenseForm(CPU, dtype)
+        assert form_of(LoadTarget(CPU, dtype)) == DenseForm(CPU, dtype)
     cuda = torch.device("cuda:0")
-    assert form_of(cuda, torch.bfloat16, "none") == DenseForm(cuda, torch.bfloat16)
+    assert form_of(LoadTarget(cuda, torch.bfloat16)) == DenseForm(cuda, torch.bfloat16)
 
 
 def test_a_gpu_keeps_the_stored_format_if_it_can_widen_it(monkeypatch):
     cuda, capability = torch.device("cuda:0"), [(8, 9)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     kept = WeightOnlyForm(cuda, BF16)
-    assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == kept
+    assert form_of(LoadTarget(cuda, BF16), QuantFormat("fp8", 128)) == kept
     capability[0] = (8, 6)
-    assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == DenseForm(cuda, BF16)
-    assert form_of(cuda, BF16, "none", QuantFormat("int4", 128)) == kept
-    assert not isinstance(form_of(CPU, BF16, "none", QuantFormat("int4", 128)), WeightOnlyForm)
+    assert form_of(LoadTarget(cuda, BF16), QuantFormat("fp8", 128)) == DenseForm(cuda, BF16)
+    assert form_of(LoadTarget(cuda, BF16), QuantFormat("int4", 128)) == kept
+    assert not isinstance(form_of(LoadTarget(CPU, BF16), QuantFormat("int4", 128)), WeightOnlyForm)
 
 
 def test_a_torch_without_packed_products_uses_plain_ones(monkeypatch):
     monkeypatch.setattr(onednn, "_BFLOAT16", object())
-    assert form_of(CPU, torch.bfloat16, "none") == DenseForm(CPU, torch.bfloat16)
+    assert form_of(LoadTarget(CPU, torch.bfloat16)) == DenseForm(CPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("make_form", INT8)
@@ -256,17 +257,17 @@ def test_products_compiled_for_this_cpu_are_preferred(monkeypatch):
     compiled = Everything()
     monkeypatch.setattr(devices, "compiled_for", lambda where: compiled)
     for dtype in (F32, BF16):
-        assert form_of(CPU, dtype, "none") == PanelForm(dtype, compiled)
-    assert form_of(CPU, torch.float16, "none") == DenseForm(CPU, torch.float16)
-    assert form_of(CPU, BF16, "int8") == Int8PanelForm(compiled)
+        assert form_of(LoadTarget(CPU, dtype)) == PanelForm(dtype, compiled)
+    assert form_of(LoadTarget(CPU, torch.float16)) == DenseForm(CPU, torch.float16)
+    assert form_of(LoadTarget(CPU, BF16, "int8")) == Int8PanelForm(compiled)
 
 
 def test_int8_is_rejected_if_no_product_supports_it(monkeypatch):
     with pytest.raises(ConfigError, match=r"engine\.quantize: int8 .* on CPUs, .* cuda:0"):
-        form_of(torch.device("cuda:0"), torch.bfloat16, "int8")
+        form_of(LoadTarget(torch.device("cuda:0"), torch.bfloat16, "int8"))
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: False)
     with pytest.raises(ConfigError, match=r"engine\.quantize: int8 needs .*VNNI"):
-        form_of(CPU, torch.bfloat16, "int8")
+        form_of(LoadTarget(CPU, torch.bfloat16, "int8"))
 
 
 def taken_by(decoder):
@@ -302,5 +303,5 @@ def test_weights_take_the_memory_reported_before_loading(
 ):
     test_devices.use(products, monkeypatch)
     servable = checkpoint(architecture, tied)
-    decoder = servable.load(CPU, dtype, quantize)
-    assert servable.weight_bytes(CPU, dtype, quantize) == taken_by(decoder)
+    decoder = servable.load(LoadTarget(CPU, dtype, quantize))
+    assert servable.weight_bytes(LoadTarget(CPU, dtype, quantize)) == taken_by(decoder)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models import open_checkpoint
 from engine.models.linear import onednn
+from engine.models.spec import LoadTarget
 from tests.support.checkpoints import make_checkpoint
 
 MOST = 1.15  # of the weights, with the mapped pages of the file
@@ -53,7 +54,9 @@ def directory(tmp_path_factory):
     ],
 )
 def test_the_peak_of_loading_is_the_reported_size_and_a_little_more(directory, quantize):
-    said = open_checkpoint(directory).weight_bytes(torch.device("cpu"), torch.bfloat16, quantize)
+    said = open_checkpoint(directory).weight_bytes(
+        LoadTarget(torch.device("cpu"), torch.bfloat16, quantize)
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, directory, quantize],
         capture_output=True,

@@ -260,11 +260,11 @@ def stepped(state: State, arrives: Sequence[bool], ends: Sequence[bool]) -> tupl
         following.append((decodes or prefills, 0 if prefills else age))
     counted: Any = SimpleNamespace(delayed_prefills=0)
     for (_, age), turn in zip(following, turns, strict=True):
-        gate = SimpleNamespace(is_open=is_open)
-        scheduler: Any = SimpleNamespace(gate_prefills=lambda gate=gate: gate, num_waiting=age)
+        rows = SimpleNamespace(admits_prompts=is_open)
+        scheduler: Any = SimpleNamespace(rows=rows, num_waiting=age)
         prompts = DelayedPrompts(scheduler, counted)
         prompts.waited = waited
         prompts.follow(turns)
         asleep = not any(each.launches for each in turns)
         assert not (asleep and turn.wants_prefill) or prompts.may_continue
-    return (gate.is_open, prompts.waited, tuple(following)), counted.delayed_prefills
+    return (rows.admits_prompts, prompts.waited, tuple(following)), counted.delayed_prefills

@@ -19,10 +19,13 @@ from engine.load import open_model
 from engine.memory_release import MemoryOccupation, memory_of
 from engine.models import content, load, open_checkpoint, stored_of
 from engine.models.refill import found, relocated
+from engine.models.spec import LoadTarget
 from engine.rank_jobs import MemoryOfRanks
+from engine.ranks import Share
+from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.messages import ReleasePools, RestorePools
 from engine.sizing import free_bytes
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 from kernels.cpu.memory import empty_in_huge_pages, release_memory, take
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import CPU, SOME, TOKENS, int8
@@ -86,10 +89,10 @@ def test_the_ends_of_a_tensor_do_not_share_pages_with_other_memory():
 )
 def test_a_model_with_restored_weights_computes_the_same(tmp_path, architecture, dtype, quantize):
     servable = open_checkpoint(make_checkpoint(tmp_path, architecture))
-    model = servable.load(CPU, dtype, quantize)
+    model = servable.load(LoadTarget(CPU, dtype, quantize))
     before = logits_of(model, TOKENS)
     servable.drain(model)
-    servable.refill(model, quantize)
+    servable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
 
 
@@ -100,7 +103,7 @@ def test_released_weights_take_no_memory(tmp_path, dtype):
     )
     servable = open_checkpoint(directory)
     model = load(directory, CPU, dtype)
-    num_bytes = servable.weight_bytes(CPU, dtype, "none")
+    num_bytes = servable.weight_bytes(LoadTarget(CPU, dtype))
     assert num_bytes > 64 * MIB
     before = own_bytes()
     servable.drain(model)
@@ -110,7 +113,7 @@ def test_released_weights_take_no_memory(tmp_path, dtype):
 def test_an_image_without_the_encoders_weights_is_a_clear_error(tmp_path):
     pytest.importorskip("PIL")
     servable = open_checkpoint(make_vision_checkpoint(tmp_path))
-    model = servable.load(CPU, torch.float32, "none")
+    model = servable.load(LoadTarget(CPU, torch.float32))
     servable.drain(model)
     seen = VisibleImage(picture(2, 2, 1), first=0, last=4, place=0)
     with pytest.raises(EngineFault, match="the encoder's weights are released"):
@@ -170,7 +173,7 @@ def opened(kind: str, directory: Path):
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_path, kind):
     servable = opened(kind, tmp_path)
-    model = servable.load(CPU, torch.float32, "none")
+    model = servable.load(LoadTarget(CPU, torch.float32))
     before, shown = logits_of(model, TOKENS), [each.clone() for each in servable.tensors(model)]
     region = moved(servable, model)
     if kind == "vision":
@@ -184,7 +187,7 @@ def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_pat
     servable.drain(model)
     region.release()
     region.map()
-    servable.refill(model, "none")
+    servable.refill(model)
     assert [each.data_ptr() for each in servable.tensors(model)] == addresses
     for each, expected in zip(servable.tensors(model), shown, strict=True):
         assert torch.equal(each, expected)
@@ -213,7 +216,7 @@ def test_a_region_for_weights_allocates_memory_as_needed():
 
 def compute_without_weights(directory):
     servable = open_checkpoint(Path(directory))
-    model = servable.load(CPU, torch.float32, "none")
+    model = servable.load(LoadTarget(CPU, torch.float32))
     region = relocated(servable.tensors(model), host_memory())
     logits_of(model, TOKENS)
     region.release()
@@ -231,11 +234,12 @@ def update(tmp_path):
     """Yield the weights of a model in a region, and its memory."""
     directory = make_checkpoint(tmp_path)
     served = open_checkpoint(directory)
-    model = served.load(CPU, torch.float32, "none")
+    model = served.load(LoadTarget(CPU, torch.float32))
     memory = host_memory()
     region = moved(served, model, memory)
     config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
-    made = WeightUpdater(config, directory, served, model, weights, region=region)
+    memory_of_weights = WeightsInMemory(model, served, region=region)
+    made = WeightUpdater(config, directory, weights, memory_of_weights)
     yield made, model, memory
     made.close()
 
@@ -392,12 +396,27 @@ def test_the_option_is_rejected_on_a_cpu(tmp_path):
         open_model(config)
 
 
+# Seen failing while the weights of a node without other ranks were read again as the whole model.
+def test_the_experts_of_a_node_in_a_data_parallel_group_come_back(tmp_path):
+    directory = make_checkpoint(tmp_path, "qwen3_moe")
+    served, share = open_checkpoint(directory), Share(exchange=ExpertExchange(0, 2))
+    model = served.load(LoadTarget(CPU, torch.float32, share=share))
+    before = [each.clone() for each in served.tensors(model)]
+    config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
+    update = WeightUpdater(config, directory, weights, WeightsInMemory(model, served))
+    update.release().result(60)
+    update.restore().result(60)
+    assert update.whole and all(map(torch.equal, served.tensors(model), before))
+    update.close()
+
+
 def test_weights_on_a_gpu_without_a_region_are_kept(tmp_path):
     directory = make_checkpoint(tmp_path)
     served = open_checkpoint(directory)
-    model = served.load(CPU, torch.float32, "none")
+    model = served.load(LoadTarget(CPU, torch.float32))
     model.device = torch.device("cuda", 0)
-    update = WeightUpdater(EngineConfig(model=str(directory)), directory, served, model, UNNAMED)
+    config, memory = EngineConfig(model=str(directory)), WeightsInMemory(model, served)
+    update = WeightUpdater(config, directory, UNNAMED, memory)
     with pytest.raises(FailedPrecondition, match=r"--engine\.memory-saver"):
         update.check_drainable()
     update.close()

@@ -16,6 +16,7 @@ from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from engine.load import check_group
 from engine.models import open_checkpoint
+from engine.models.spec import LoadTarget
 from engine.ranks import Share
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.scheduler.next_rows import MAX_PASSES
@@ -137,11 +138,19 @@ def test_delayed_prompts_have_the_same_responses(tmp_path: Path) -> None:
 
 def test_a_node_has_its_part_of_the_experts_and_all_other_weights(tmp_path: Path) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
-    load = CPU, torch.float32, "none"
-    whole = servable.weight_bytes(*load)
-    parts = [servable.weight_bytes(*load, Share(exchange=ExpertExchange(n, 4))) for n in range(4)]
+    shares = [Share(exchange=ExpertExchange(node, 4)) for node in range(4)]
+    whole = servable.weight_bytes(LoadTarget(CPU, torch.float32))
+    parts = [servable.weight_bytes(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
     experts = 2 * 8 * 3 * 64 * 48 * 4  # layers, experts, matrices, hidden, inner, bytes
     assert parts == [whole - experts + experts // 4] * 4
+
+
+def test_experts_that_nodes_cannot_divide_are_refused(tmp_path: Path) -> None:
+    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
+    with pytest.raises(ConfigError, match=r"dp: 3 nodes cannot have equal parts of 8 experts"):
+        servable.weight_bytes(
+            LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, 3)))
+        )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +176,9 @@ def test_models_that_nodes_cannot_share_are_rejected(
 ) -> None:
     servable = open_checkpoint(make(tmp_path), backend)
     with pytest.raises(ConfigError, match=rf"engine\.parallel\.dp: .*{reason}"):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(exchange=ExpertExchange(0, size)))
+        servable.weight_bytes(
+            LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, 2)))
+        )
 
 
 @pytest.mark.parametrize(

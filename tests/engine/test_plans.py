@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import onednn
+from engine.models.spec import LoadTarget
 from engine.models.transformers_backend.held import WeightHolder
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
@@ -55,10 +56,12 @@ class Computed:
     num_bytes: int
 
 
-def load(directory: Path, share: Share, **options: Any) -> TransformersModel:
-    how = {"dtype": torch.float32, "quantize": "none", **options}
+def load(
+    directory: Path, share: Share, dtype: torch.dtype = torch.float32, quantize: Quantize = "none"
+) -> TransformersModel:
     with _LOADING:
-        model = open_checkpoint(directory, "transformers").load(CPU, share=share, **how)
+        servable = open_checkpoint(directory, "transformers")
+        model = servable.load(LoadTarget(CPU, dtype, quantize, share))
     assert isinstance(model, TransformersModel)
     return model
 
@@ -113,7 +116,7 @@ def check(directory: Path, size: int) -> None:
         for state, pages, every in zip(servable.spec.layers, own.pages, whole.pages, strict=True):
             heads = state.own(rank, size)
             same(pages, every[:, heads.start : heads.stop])
-        said = servable.weight_bytes(CPU, torch.float32, "none", Share(rank, size))
+        said = servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(rank, size)))
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -142,7 +145,7 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
         return
     servable = open_checkpoint(directory, "transformers")
     with pytest.raises(ConfigError, match=reason):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_classes_that_ranks_cannot_divide_are_rejected(
 ) -> None:
     servable = open_checkpoint(make_tiny(tmp_path, kind, **fields), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(CPU, torch.float32, "none", share)
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=share))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_unsupported_plans_are_rejected_by_name(
     monkeypatch.setattr(Olmo2Config, "base_model_tp_plan", plan)
     servable = open_checkpoint(make_tiny(tmp_path, "olmo2"), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 def test_a_rank_updates_its_weights(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_a_rank_updates_its_weights(tmp_path: Path) -> None:
         model, servable = load(first, share), open_checkpoint(second, "transformers")
         servable.drain(model)
         with _LOADING:
-            servable.refill(model, "none", share)
+            servable.refill(model)
         return compute(second, share, model).logits
 
     expected = compute(second, WHOLE).logits
@@ -234,7 +237,7 @@ def test_parts_of_products_use_the_fast_forms_of_the_processor(
 
     def logits(share: Share) -> Tensor:
         model = load(directory, share, dtype=torch.bfloat16, quantize=quantize)
-        said = servable.weight_bytes(CPU, torch.bfloat16, quantize, share)
+        said = servable.weight_bytes(LoadTarget(CPU, torch.bfloat16, quantize, share))
         assert said == nbytes(model)
         return compute(directory, share, model).logits.float()
 

@@ -17,8 +17,8 @@ from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
 from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
-from engine.models.spec import NOT_QUANTISED
-from engine.models.weights import stored
+from engine.models.spec import NOT_QUANTISED, LoadTarget
+from engine.models.weights import stored, survey
 from tests.engine.test_linear import taken_by
 from tests.support.checkpoints import fingerprint, make_checkpoint
 from tests.support.devices import use
@@ -93,6 +93,12 @@ def test_experts_may_be_quantized_too(made, twin_logits, architecture, name, deq
     torch.testing.assert_close(found, twin_logits(architecture, name), atol=1e-5, rtol=1e-5)
 
 
+# Seen failing with int8 by row: nodes with different hash seeds did not pair.
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_fingerprint_contains_no_set_because_its_order_differs_between_processes(made, name):
+    assert "{" not in repr(read_decoder(made("llama", name)[0]).stored)
+
+
 # olmoe: its class has each layer's experts in one stack, which no quantizer's checkpoint has. The
 # other formats are decoded by the same functions as for our own classes, see above.
 QUICK = [("olmo2", "fp8 by block"), ("olmo2", "awq"), ("olmoe", "gptq int4")]
@@ -120,6 +126,24 @@ def test_experts_in_mxfp4_equal_those_of_transformers(made, twin_logits):
     assert read_decoder(quantised).model.stored == "MXFP4 experts"
 
 
+def keep_as_on_a_gpu(monkeypatch):
+    """Computed like on a GPU, with the references of its kernels."""
+    for module in (stored, survey):
+        monkeypatch.setattr(module, "form_of", lambda target, _: WeightOnlyForm(CPU, target.dtype))
+
+
+def test_on_a_gpu_mxfp4_stays_as_it_is(made, twin_logits, monkeypatch):
+    quantised, _ = made("gpt_oss", "mxfp4")
+    expected = twin_logits("gpt_oss", "mxfp4")
+    keep_as_on_a_gpu(monkeypatch)
+    torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
+    checkpoint = open_checkpoint(quantised)
+    decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
+    experts = decoder.layers[0].ffn.experts
+    assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.bfloat16)) == taken_by(decoder)
+
+
 @pytest.mark.parametrize(
     "architecture, name",
     [
@@ -135,11 +159,11 @@ def test_on_a_cpu_4_bit_weights_keep_their_form(made, monkeypatch, architecture,
     quantised, twin = made(architecture, name)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
-    decoder = checkpoint.load(CPU, torch.float32, "none")
+    decoder = checkpoint.load(LoadTarget(CPU, torch.float32))
     ffn = decoder.layers[-1].ffn
     own = ffn.down if architecture == "qwen2" else ffn.experts.nets[0][1]
     assert isinstance(own, CodePanels)
-    assert checkpoint.weight_bytes(CPU, torch.float32, "none") == taken_by(decoder)
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.float32)) == taken_by(decoder)
 
 
 @multiplies_int8
@@ -175,19 +199,14 @@ def test_int8_by_row_is_multiplied_unchanged(made, twin_logits, architecture):
 def test_on_a_gpu_quantized_weights_keep_their_form(
     made, twin_logits, monkeypatch, architecture, name
 ):
-    """Computed like on a GPU, with the references of its kernels."""
     quantised, _ = made(architecture, name)
     expected = twin_logits(architecture, name)
-    monkeypatch.setattr(stored, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
+    keep_as_on_a_gpu(monkeypatch)
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint = open_checkpoint(quantised)
-    decoder = checkpoint.load(CPU, torch.bfloat16, "none")
-    if name == "mxfp4":
-        experts = decoder.layers[0].ffn.experts
-        assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
-    else:
-        assert isinstance(decoder.layers[0].mixer.output, WeightOnlyLinear)
-    assert checkpoint.weight_bytes(CPU, torch.bfloat16, "none") == taken_by(decoder)
+    decoder = checkpoint.load(LoadTarget(CPU, torch.bfloat16))
+    assert isinstance(decoder.layers[0].mixer.output, WeightOnlyLinear)
+    assert checkpoint.weight_bytes(LoadTarget(CPU, torch.bfloat16)) == taken_by(decoder)
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
@@ -196,8 +215,8 @@ def test_on_a_gpu_quantized_weights_keep_their_form(
 def test_weights_take_the_memory_reported_before_loading(made, architecture, name, dtype):
     quantised, _ = made(architecture, name)
     checkpoint = open_checkpoint(quantised)
-    assert checkpoint.weight_bytes(CPU, dtype, "none") == taken_by(
-        checkpoint.load(CPU, dtype, "none")
+    assert checkpoint.weight_bytes(LoadTarget(CPU, dtype)) == taken_by(
+        checkpoint.load(LoadTarget(CPU, dtype))
     )
 
 

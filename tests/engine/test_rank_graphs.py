@@ -31,6 +31,7 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, open_checkpoint
 from engine.models.decoder import Decoder
+from engine.models.spec import LoadTarget
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import RankJob, ReplaceHostPages
 from engine.ranks.rank_groups import RankGroups
@@ -90,8 +91,8 @@ class TwoRanks:
 def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     meeting = Meeting(2)
     shares = [Share(rank, 2, ThreadGroup(rank, meeting)) for rank in range(2)]
-    models = [servable.load(CPU, torch.float32, "none", share) for share in shares]
-    graphs = RepeatRecorder(), RepeatRecorder()
+    models = [servable.load(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
+    graphs = Repeating(), Repeating()
     steps = Steps(models[0], share=shares[0], recorder=graphs[0])
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ring = StepRing(ring_memory(BLOCK_BYTES), BLOCK_BYTES)
@@ -135,7 +136,7 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
 def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     prompts = [prompt(length, seed) for seed, length in enumerate((5, 20, 33))]
-    alone = Steps(open_checkpoint(directory).load(CPU, torch.float32, "none", WHOLE))
+    alone = Steps(open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=WHOLE)))
     expected = alone.generate(prompts, 8)
     alone.close()
     expected_sizes = [6, 24, 48, *[4] * 7]  # prompts, then decode steps
@@ -181,7 +182,7 @@ def test_ranks_measure_the_memory_of_steps_together(
     servable = open_checkpoint(directory, "auto", config.speculative)
 
     def measure(share: Share) -> MemoryFootprint:
-        model = servable.load(CPU, torch.float32, "none", share)
+        model = servable.load(LoadTarget(CPU, torch.float32, share=share))
         assert isinstance(model, Decoder)
         model.compute_in_one_way()  # as on a GPU, where no latents are expanded
         shape = resolve_shape(config, model.spec, dtype=torch.float32, free=GIB, share=share)

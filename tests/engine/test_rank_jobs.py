@@ -23,9 +23,10 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import open_checkpoint
 from engine.models.refill import relocated
+from engine.models.spec import LoadTarget
 from engine.rank_files import FilesOfRanks, when_all
 from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
 from engine.ranks.job_queue import JobQueue
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -43,7 +44,7 @@ from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
-from engine.update import WeightSource
+from engine.update import WeightsInMemory, WeightSource
 from kernels.cuda.virtual_memory import VirtualMemory
 from tests.engine.scheduler_role import config_of
 from tests.engine.test_parallel_engine import PATIENCE_S, two_ranks
@@ -244,13 +245,13 @@ def test_the_pages_of_a_rank_in_a_region_are_released_and_restored() -> None:
 def test_the_weights_of_a_rank_in_a_region_are_released_and_restored(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     served, memory = open_checkpoint(directory), host_memory()
-    model = served.load(CPU, torch.float32, "none")
+    model = served.load(LoadTarget(CPU, torch.float32))
     before = [each.clone() for each in served.tensors(model)]
     region = relocated(served.tensors(model), memory)
     source = WeightSource.of(directory, served)
     config = EngineConfig(model=str(directory))
-    weights = RankWeights(config, served, source, model, WHOLE, False, region)
-    weights.drain()
+    weights = RankWeights(config, WeightsInMemory(model, served, region=region), source, False)
+    weights.memory.release()
     assert memory.mapped_bytes == 0
     weights.refill(directory, UNNAMED)
     assert memory.mapped_bytes == region.num_bytes

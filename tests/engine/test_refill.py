@@ -11,10 +11,11 @@ from common.errors import FailedPrecondition, InvalidRequest
 from common.requests.namespace import UNNAMED
 from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
+from engine.models.spec import LoadTarget
 from engine.models.weights import placed_experts
 from engine.ranks import Share
 from engine.ranks.expert_placement import ExpertPlacement
-from engine.update import WeightUpdater
+from engine.update import WeightsInMemory, WeightUpdater
 from tests.engine.test_model_precision import logits_of
 from tests.support import devices
 from tests.support.checkpoints import (
@@ -48,7 +49,7 @@ def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fiel
     new = make_checkpoint(tmp_path / "new", architecture, seed=1, **fields)
     model = load(old, CPU, dtype, quantize)
     before = logits_of(model, TOKENS)
-    open_checkpoint(new).refill(model, quantize)
+    open_checkpoint(new).refill(model)
     fresh = load(new, CPU, dtype, quantize)
     assert not torch.equal(before, logits_of(fresh, TOKENS))
     return logits_of(model, TOKENS), logits_of(fresh, TOKENS)
@@ -104,13 +105,17 @@ def test_slots_have_the_numbers_of_their_new_experts(
     if stored:
         directory, _ = requantised(directory, tmp_path, FORMATS[stored])
     checkpoint, first = open_checkpoint(directory), ExpertPlacement(2, 2, counts_tokens=False)
-    model = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=first))
+    model = checkpoint.load(
+        LoadTarget(CPU, dtype, quantize, Share(1, 2, None, True, placement=first))
+    )
     moved, moves = ExpertPlacement(2, 2, counts_tokens=False), {}
     for experts in placed_experts(model):
         moves[experts.layer] = first.slots(experts.layer, experts.shape.count)[::-1]
     moved.move(moves)
-    checkpoint.move_experts(model, moves, quantize, Share(1, 2, None, True, placement=first))
-    fresh = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=moved))
+    checkpoint.move_experts(model, moves)
+    fresh = checkpoint.load(
+        LoadTarget(CPU, dtype, quantize, Share(1, 2, None, True, placement=moved))
+    )
     x = torch.randn(40, model.spec.hidden_size).to(dtype)
     for mine, other in zip(placed_experts(model), placed_experts(fresh), strict=True):
         weights = torch.ones(40, 1)
@@ -139,9 +144,8 @@ def shelf(tmp_path_factory):
 def update(shelf):
     served = open_checkpoint(shelf / "old")
     config = EngineConfig(model=str(shelf / "old"), weights_dir=shelf)
-    made = WeightUpdater(
-        config, shelf / "old", served, load(shelf / "old", CPU, torch.float32), UNNAMED
-    )
+    memory = WeightsInMemory(load(shelf / "old", CPU, torch.float32), served)
+    made = WeightUpdater(config, shelf / "old", UNNAMED, memory)
     yield made
     made.close()
 
@@ -184,9 +188,8 @@ def test_incompatible_weights_are_detected_before_anything_changes(update, path,
 
 def test_without_a_directory_weights_cannot_be_updated(shelf):
     config = EngineConfig(model=str(shelf / "old"))
-    update = WeightUpdater(
-        config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
-    )
+    memory = WeightsInMemory(SimpleNamespace(), open_checkpoint(shelf / "old"))
+    update = WeightUpdater(config, shelf / "old", UNNAMED, memory)
     with pytest.raises(InvalidRequest, match=r"has no engine\.weights_dir"):
         update.prepare("new")
     update.close()
@@ -204,4 +207,4 @@ def test_weights_that_cannot_be_read_leave_incomplete_ones_until_the_next_update
     update.put(update.prepare("new").result(60)).result(60)
     assert update.whole
     exact = logits_of(load(shelf / "new", CPU, torch.float32), TOKENS)
-    assert torch.equal(logits_of(update._model, TOKENS), exact)
+    assert torch.equal(logits_of(update._memory.model, TOKENS), exact)

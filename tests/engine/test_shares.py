@@ -17,6 +17,7 @@ from engine.kv_cache.states import own_heads
 from engine.models import open_checkpoint
 from engine.models.blocks.experts import ExpertsBlock
 from engine.models.linear import onednn, rounding_of
+from engine.models.spec import LoadTarget
 from engine.models.vision.seeing import KEPT_BYTES
 from engine.models.weights import placed_experts
 from engine.ranks import WHOLE, Share
@@ -75,7 +76,7 @@ def compute(
     **options: Any,
 ) -> Computed:
     """Compute two prompts in chunks, and two steps of both."""
-    model = open_checkpoint(directory).load(device, torch.float32, quantize, share)
+    model = open_checkpoint(directory).load(LoadTarget(device, torch.float32, quantize, share))
     return computed(model, share, **options)
 
 
@@ -164,7 +165,10 @@ def test_ranks_compute_the_whole_model(variant: str, device: torch.device, tmp_p
     ranks = run_ranks(size, lambda share: compute(directory, share, **options))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
-        said = said_bytes(directory, Share(rank, size), device)
+        # Memory is reported before a rank can call any collective.
+        said = open_checkpoint(directory).weight_bytes(
+            LoadTarget(device, torch.float32, share=Share(rank, size))
+        )
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -179,7 +183,8 @@ def test_ranks_with_whole_experts_compute_the_whole_model(
     ranks = run_ranks(size, lambda share: compute(directory, replace(share, whole_experts=True)))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
-        said = said_bytes(directory, Share(rank, size, whole_experts=True))
+        share = Share(rank, size, whole_experts=True)
+        said = open_checkpoint(directory).weight_bytes(LoadTarget(CPU, torch.float32, share=share))
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -202,7 +207,7 @@ def rebalance(directory: Path, model: Any, share: Share) -> Mapping[str, LayerSl
         before = share.placement.slots(experts.layer, experts.shape.count)
         # Few tokens are almost balanced.
         moves[experts.layer] = balanced([10 ** int(count) for count in counts.argsort()], before)
-    open_checkpoint(directory).move_experts(model, moves, "none", share)
+    open_checkpoint(directory).move_experts(model, moves)
     return moves
 
 
@@ -225,7 +230,7 @@ def test_ranks_with_replicas_compute_the_whole_model(
 
     def twice(share: Share) -> tuple[Computed, Computed, Mapping[str, LayerSlots]]:
         share = placed(share, redundant)
-        model = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        model = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
         first = computed(model, share)
         moves = rebalance(directory, model, share)
         return first, computed(model, share), moves
@@ -235,13 +240,15 @@ def test_ranks_with_replicas_compute_the_whole_model(
     check(whole, second, same)
     assert moves[0] and all(each == moves[0] for each in moves)
     for rank, own in enumerate(first):
-        assert said_bytes(directory, placed(Share(rank, size), redundant)) == own.num_bytes
+        share = placed(Share(rank, size), redundant)
+        said = open_checkpoint(directory).weight_bytes(LoadTarget(CPU, torch.float32, share=share))
+        assert said == own.num_bytes
 
 
 def test_whole_experts_of_a_model_without_experts_are_rejected(tmp_path: Path) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3"))
     with pytest.raises(ConfigError, match=r"engine\.parallel\.experts: the model has no experts"):
-        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2, whole_experts=True))
+        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2, whole_experts=True)))
 
 
 @pytest.mark.parametrize(
@@ -273,8 +280,10 @@ def test_int8_numbers_of_a_rank_are_those_of_the_whole_model(
         directory, _ = requantised(directory, tmp_path, FORMATS[INT8])
         quantize = "none"
     servable = open_checkpoint(directory)
-    whole: Any = servable.load(CPU, torch.float32, quantize)
-    ranks: Any = [servable.load(CPU, torch.float32, quantize, Share(rank, 2)) for rank in (0, 1)]
+    whole: Any = servable.load(LoadTarget(CPU, torch.float32, quantize))
+    ranks: Any = [
+        servable.load(LoadTarget(CPU, torch.float32, quantize, Share(rank, 2))) for rank in (0, 1)
+    ]
     inner = 48
     for rank, model in enumerate(ranks):
         net, every = model.layers[0].ffn, whole.layers[0].ffn
@@ -361,12 +370,12 @@ def test_ranks_with_replicas_draft_like_the_whole_model(tmp_path: Path) -> None:
     def after_moves(share: Share) -> tuple[list[int], Tensor]:
         share = placed(share, 4)
         checkpoint = open_checkpoint(directory, speculation=speculation)
-        model: Any = checkpoint.load(CPU, torch.float32, "none", share)
+        model: Any = checkpoint.load(LoadTarget(CPU, torch.float32, share=share))
         layers = placed_experts(model)
         slots = share.placement.slots  # type: ignore[union-attr]
         moves = {each.layer: slots(each.layer, each.shape.count)[::-1] for each in layers}
         assert len(moves) == sum(isinstance(each.ffn, ExpertsBlock) for each in model.layers) + 1
-        checkpoint.move_experts(model, moves, "none", share)
+        checkpoint.move_experts(model, moves)
         return drafted(model, speculation, share)
 
     for own in run_ranks(2, after_moves):
@@ -388,7 +397,7 @@ def drafts(
 ) -> tuple[list[int], Tensor]:
     """Return the tokens of a request with drafts, and the drafter's logits."""
     servable = open_checkpoint(directory, speculation=speculation)
-    return drafted(servable.load(CPU, torch.float32, "none", share), speculation, share)
+    return drafted(servable.load(LoadTarget(CPU, torch.float32, share=share)), speculation, share)
 
 
 def drafted(model: Any, speculation: SpeculativeConfig, share: Share) -> tuple[list[int], Tensor]:
@@ -428,7 +437,7 @@ def test_adapters_are_divided_like_the_products_that_they_add_to(tmp_path: Path)
     lora = LoraConfig(adapter_dir=tmp_path, preload=("one",), max_loras=1, max_rank=8)
 
     def generate(share: Share, adapter: str) -> list[list[int]]:
-        model = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        model = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
         steps = Steps(model, lora=lora, share=share)
         tokens = steps.generate([[*range(30)], [7, 8]], 6, adapters=[adapter, adapter])
         steps.close()
@@ -445,7 +454,7 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     seen = VisibleImage(image, 1, 5, place=3)
 
     def embedded(share: Share) -> Tensor:
-        model: Any = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        model: Any = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
         x = torch.zeros(8, model.spec.hidden_size)
         if share.rank == 0:
             model.seeing.embed([seen], x)
@@ -458,7 +467,12 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     assert expected.any()
     for own in run_ranks(2, embedded):
         assert torch.equal(own, expected)
-    first, second = (said_bytes(directory, Share(rank, 2)) for rank in (0, 1))
+    first, second = (
+        open_checkpoint(directory).weight_bytes(
+            LoadTarget(CPU, torch.float32, share=Share(rank, 2))
+        )
+        for rank in (0, 1)
+    )
     assert first - second > KEPT_BYTES
 
 
@@ -466,9 +480,9 @@ def test_a_rank_is_updated_with_its_part(tmp_path: Path) -> None:
     old, new = (make_checkpoint(tmp_path / str(seed), "gpt_oss", seed=seed) for seed in (0, 1))
 
     def refilled(share: Share) -> None:
-        model: Any = open_checkpoint(old).load(CPU, torch.float32, "none", share)
-        open_checkpoint(new).refill(model, "none", share)
-        fresh: Any = open_checkpoint(new).load(CPU, torch.float32, "none", share)
+        model: Any = open_checkpoint(old).load(LoadTarget(CPU, torch.float32, share=share))
+        open_checkpoint(new).refill(model)
+        fresh: Any = open_checkpoint(new).load(LoadTarget(CPU, torch.float32, share=share))
         for one, other in zip(tensors(model), tensors(fresh), strict=True):
             assert torch.equal(one, other)
 

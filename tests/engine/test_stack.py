@@ -7,6 +7,7 @@ import torch
 
 from common.errors import RankLost
 from engine.models import load, open_checkpoint
+from engine.models.spec import LoadTarget
 from engine.models.stack import InOneCall, LayerByLayer, stack_of
 from engine.ranks import Share
 from tests.support import devices
@@ -103,7 +104,7 @@ def test_ranks_sum_in_one_call_like_layer_by_layer(tmp_path, architecture, size,
     whole = load(directory, CPU, dtype)
 
     def compute(share):
-        model = open_checkpoint(directory).load(CPU, dtype, "none", share)
+        model = open_checkpoint(directory).load(LoadTarget(CPU, dtype, share=share))
         assert isinstance(model.stack, InOneCall)
         one_by_one = logits(model, LayerByLayer(model.layers), share=share)
         return logits(model, model.stack, share=share), one_by_one
@@ -125,7 +126,9 @@ def test_the_loss_of_a_rank_ends_the_call(tmp_path):
             return x
 
     group = Lost()
-    model = open_checkpoint(make_checkpoint(tmp_path)).load(CPU, F32, "none", Share(0, 2, group))
+    model = open_checkpoint(make_checkpoint(tmp_path)).load(
+        LoadTarget(CPU, F32, share=Share(0, 2, group))
+    )
     assert isinstance(model.stack, InOneCall)
     with pytest.raises(RankLost, match="rank 1 has ended"):
         logits(model, model.stack, share=Share(0, 2, group))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.config import SpeculativeConfig
 from engine.models import open_checkpoint
+from engine.models.spec import LoadTarget
 from engine.ranks import Share, Stage
 from engine.runner.forwards import Forwards
 from engine.runner.runner import ModelRunner
@@ -101,7 +102,7 @@ def test_both_stages_warm_up_together(tmp_path: Path) -> None:
     def rehearse(peers: Share) -> set[int]:
         stage = Stage(peers.rank, peers.group)
         share = Share(stage=stage)
-        model = servable.load(torch.device("cpu"), torch.float32, "none", share)
+        model = servable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
         steps, seen = Steps(model, share=share), set[int]()
         runner, forward = steps.runner, model.forward
         assert isinstance(runner.forwards, Forwards)
@@ -140,7 +141,7 @@ def test_the_last_stage_keeps_the_same_data_for_drafts_as_one_rank(tmp_path: Pat
 
     def kept(share: Share) -> list[Tensor]:
         """Return the keys, values and vectors after two prompts, one of them in chunks."""
-        model = servable.load(torch.device("cpu"), torch.float32, "none", share)
+        model = servable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
         steps = Steps(model, share=share, overlap=False)
         forwards: Any = steps.runner.forwards
         if share.stage is not None:

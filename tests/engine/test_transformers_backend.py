@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import ConfigError
 from engine.models import load, open_checkpoint
 from engine.models.linear.dense import DenseForm
+from engine.models.spec import LoadTarget
 from engine.models.transformers_backend import attention
 from engine.models.transformers_backend.held import hold
 from engine.models.transformers_backend.skeleton import products
@@ -83,10 +84,10 @@ def test_updated_weights_are_used(checkpoints, tmp_path, kind, quantize):
     before, wanted = logits_of(model, TOKENS), logits_of(fresh, TOKENS)
     assert not torch.equal(before, wanted)
     servable = open_checkpoint(new, "transformers")
-    servable.refill(model, quantize)
+    servable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
     servable.drain(model)
-    servable.refill(model, quantize)
+    servable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
 
 
@@ -218,7 +219,7 @@ def test_products_use_the_fast_forms_of_the_processor(checkpoints, kind, quantiz
     seen = []
     for dtype, form in ((torch.float32, "none"), (torch.bfloat16, quantize)):
         try:
-            model = servable.load(CPU, dtype, form)
+            model = servable.load(LoadTarget(CPU, dtype, form))
         except ConfigError as error:
             pytest.skip(str(error))
         seen.append(logits_after(model, tokens_of(50, 4), (20, 40, 50))[-1].float())

@@ -42,7 +42,7 @@ from engine.batch.request import FinishReason
 from engine.build import Engine, assemble, record_experts
 from engine.core import EngineCore
 from engine.grammar.compilers import prepared
-from engine.grammar.grammar_verifier import GrammarWorker
+from engine.grammar.grammar_verifier import VerifierLane
 from engine.load import LoadedModel
 from engine.loop.loop import EventLoop
 from engine.models import Model, content, load, open_checkpoint, stored_of
@@ -76,7 +76,7 @@ STREAM = 1  # of the only router
 class AllPass:
     """A verifier that accepts every grammar."""
 
-    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
+    def verify(self, guide: GuidedDecoding, lane: VerifierLane) -> Prepared:
         return prepared(guide)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from common.config import LoraConfig, SpeculativeConfig
 from common.requests.sampling import GuidedDecoding, ReasoningTokens
 from engine.grammar import matching
 from engine.grammar.matching import Match
-from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
+from engine.speculative import DraftPolicy, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint
@@ -104,7 +104,7 @@ def _texts(plain: dict[str, list[Asked]]) -> list[list[int]]:
 
 
 def _ngram() -> Speculator:
-    return Speculator(NgramDrafter(2), AllDrafts(NUM_DRAFTS), NUM_DRAFTS)
+    return Speculator(NgramDrafter(2), DraftPolicy(NUM_DRAFTS), NUM_DRAFTS)
 
 
 def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> Speculator:
@@ -209,7 +209,7 @@ def test_responses_equal_those_without_drafts_of_a_layer(with_layer, monkeypatch
         plain = _asked(rig, list(FEATURES))
     drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]
     recalling = RecallingLayer(drafter.guess, texts)
-    size = _size(speculator=Speculator(HeadDrafter(), AllDrafts(NUM_DRAFTS), NUM_DRAFTS))
+    size = _size(speculator=Speculator(HeadDrafter(), DraftPolicy(NUM_DRAFTS), NUM_DRAFTS))
     with PairRig(
         with_layer, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
     ) as rig:
@@ -283,7 +283,7 @@ def test_a_row_with_drafts_and_a_slow_matcher_waits_alone(noise, plain, monkeypa
 def test_a_grammar_drafts_the_text_that_it_forces(noise):
     """There is no text to repeat."""
     loaded, tokenizer = noise
-    drafts = Speculator(NgramDrafter(16), AllDrafts(NUM_DRAFTS), NUM_DRAFTS)
+    drafts = Speculator(NgramDrafter(16), DraftPolicy(NUM_DRAFTS), NUM_DRAFTS)
     fields = {"guide": GuidedDecoding("regex", "[ab](forced text)[cd](, and more of it)[ef]")}
     found = []
     for speculation in (None, drafts):
@@ -320,7 +320,7 @@ def test_constrained_requests_with_adapters_have_drafts(known, tmp_path, kind):
         itself = known.loaded.directory
         speculation = SpeculativeConfig(method=kind, draft_model=str(itself))
         loaded = Loaded.from_directory(itself, speculation=speculation)
-        drafts, least = Speculator(HeadDrafter(), AllDrafts(NUM_DRAFTS), NUM_DRAFTS), 0.0
+        drafts, least = Speculator(HeadDrafter(), DraftPolicy(NUM_DRAFTS), NUM_DRAFTS), 0.0
     else:
         texts = [[*one.prompt, *one.tokens] for one in plain]
         drafts = speculator("random", recall(texts), known.vocabulary_size, NUM_DRAFTS)

@@ -16,7 +16,7 @@ import torch
 
 from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
-from engine.speculative import AllDrafts, HeadDrafter, Speculator
+from engine.speculative import DraftPolicy, HeadDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size, prompt, random_prompts
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.drafters import (
@@ -43,7 +43,7 @@ def _loaded(directory: Path, **speculative: Any) -> Loaded:
 
 
 def _size(max_drafts: int = 3, **fields: Any) -> Size:
-    drafts = Speculator(HeadDrafter(), AllDrafts(max_drafts), max_drafts)
+    drafts = Speculator(HeadDrafter(), DraftPolicy(max_drafts), max_drafts)
     return Size(**{"max_running_requests": 32, "speculator": drafts, **fields})
 
 

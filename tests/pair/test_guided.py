@@ -364,8 +364,7 @@ def test_a_row_that_waits_for_its_mask_can_be_cancelled(noise, monkeypatch):
 
 
 def test_a_response_over_its_grammar_budget_ends_and_no_other(noise, monkeypatch):
-    """The matcher is really slow, because its number of parser states grows. The verifier
-    accepts every grammar, so only the budget ends it."""
+    """Really slow: it has ever more readings. It is ended while the verifier accepts everything."""
     monkeypatch.setattr(matching, "ALLOWANCE_S", 0.05)
     monkeypatch.setattr(matching, "S_PER_TOKEN", 1e-5)
     loaded, _ = noise

@@ -16,7 +16,7 @@ from engine.batch.images import VisibleImage
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.models.families import read_decoder
-from engine.speculative import AllDrafts, HeadDrafter, Speculator
+from engine.speculative import DraftPolicy, HeadDrafter, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_split_prefill import SplitRig
 from tests.pair.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
@@ -217,7 +217,7 @@ def test_a_correct_draft_layer_has_all_drafts_accepted_behind_images(tmp_path):
     positions."""
     directory = make_followed_vision(tmp_path)
     loaded = Loaded.from_directory(directory, speculation=MTP)
-    drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), AllDrafts(3), 3))
+    drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), DraftPolicy(3), 3))
     with PairRig(loaded, prefill=[ROOM], decode=[drafting], chunked_prefill_tokens=16) as rig:
         two = ("First ", picture(2, 7, 2), ", then some text, ", picture(4, 4, 3), "?")
         token_ids, images = with_images(*two)

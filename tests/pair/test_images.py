@@ -21,7 +21,7 @@ from engine.batch.request import FinishReason
 from engine.models import load
 from engine.models.families import read_decoder
 from engine.models.vision.seeing import VisionTower
-from engine.speculative import AllDrafts, Speculator
+from engine.speculative import DraftPolicy, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_pauses import call_node, resumed
 from tests.pair.test_weights import pause, put
@@ -139,7 +139,7 @@ class SaysImages:
 
 
 def test_tokens_of_images_are_neither_drafted_nor_penalized(model):
-    size = Size(speculator=Speculator(SaysImages(), AllDrafts(5), 5))
+    size = Size(speculator=Speculator(SaysImages(), DraftPolicy(5), 5))
     with rig_of(model, decode=[size]) as rig:
         guessed = ask(rig, ONE)
         penalised = ask(rig, TWO, repetition_penalty=1.3, frequency_penalty=0.5)

@@ -10,7 +10,7 @@ import pytest
 from common.request import NOT_PREDICTED
 from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
-from engine.speculative import AllDrafts, NgramDrafter, Speculator
+from engine.speculative import DraftPolicy, NgramDrafter, Speculator
 from tests.pair.conftest import Known
 from tests.pair.rig import Asked, PairRig, Size, random_prompts
 from tests.support.drafters import KINDS, recall, speculator
@@ -59,7 +59,7 @@ def _guessing(kind: str, known: Known, prompts: list[list[int]]) -> Size:
 
 
 def _repeating() -> Size:
-    return Size(max_running_requests=32, speculator=Speculator(NgramDrafter(1), AllDrafts(5), 5))
+    return Size(max_running_requests=32, speculator=Speculator(NgramDrafter(1), DraftPolicy(5), 5))
 
 
 @pytest.mark.parametrize(

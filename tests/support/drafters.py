@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.batch.batch import Ints
-from engine.speculative import AllDrafts, Speculator
+from engine.speculative import DraftPolicy, Speculator
 from tests.support.checkpoints import make_checkpoint
 from tests.support.vision import make_vision_checkpoint
 
@@ -54,7 +54,7 @@ def speculator(
 ) -> Speculator:
     wrong = {"right": 0.0, "wrong": 1.0, "random": 0.3}[kind]
     drafter = Guesser(foretell, vocabulary_size, wrong, seed)
-    return Speculator(drafter, AllDrafts(max_drafts), max_drafts)
+    return Speculator(drafter, DraftPolicy(max_drafts), max_drafts)
 
 
 def make_eagle(directory: Path, model: Path, *, seed: int = 0, bias: bool = False) -> Path:

@@ -29,6 +29,7 @@ from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
+from engine.scheduler.split_prefill import GroupLimits
 from engine.speculative import Speculator
 from kvtransfer.messages import HandoffId
 from tests.support.fake_backend import (
@@ -136,7 +137,8 @@ class Rig:
         self.token_s: float | None = given.token_s
         if self.config.split_prefill_ms:
             limit_s = self.config.split_prefill_ms / 1000
-            self.scheduler.split_prefills(limit_s, NUM_LAYERS, lambda: self.token_s)
+            limits = GroupLimits(limit_s, NUM_LAYERS, lambda: self.token_s)
+            self.scheduler.split_prefills(limits)
         self.reservations = PageReservations(
             scheduler=self.scheduler,
             pages=self.pages,

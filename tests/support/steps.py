@@ -15,7 +15,13 @@ from common.config import LoraConfig
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER
 from common.requests.sampling import SamplingParams
-from engine.adapters.adapters import AdapterManager, bank_of, load_all, no_adapters, shelf_of
+from engine.adapters.adapters import (
+    AdapterManager,
+    adapter_directory,
+    bank_of,
+    load_all,
+    no_adapters,
+)
 from engine.adapters.library import AdapterCache
 from engine.backend import TorchBackend
 from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
@@ -253,7 +259,7 @@ class Steps:
 
 def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterManager:
     library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
-    load_all(config, shelf_of(config, model), library)
+    load_all(config, adapter_directory(config, model), library)
     return AdapterManager(library, bank_of(config, model, free=1 << 40), table)
 
 

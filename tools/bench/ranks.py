@@ -52,6 +52,7 @@ from engine.batch.request import Request
 from engine.build import build
 from engine.loop.loop import EventLoop
 from engine.models import open_checkpoint
+from engine.models.spec import LoadTarget
 from engine.ranks.messages import MAX_PACKET_BYTES
 from engine.ranks.share import Share
 from engine.runner.launch_message import block_bytes, encode
@@ -186,7 +187,7 @@ def memory(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
     servable = open_checkpoint(_model(options))
 
     def num_bytes(share: Share) -> int:
-        return servable.weight_bytes(torch.device("cpu"), torch.float32, "none", share)
+        return servable.weight_bytes(LoadTarget(torch.device("cpu"), torch.float32, share=share))
 
     whole = num_bytes(Share())
     lines = [

@@ -24,29 +24,40 @@ from engine.models.linear import (
     kept,
 )
 from engine.models.quantized.experts import ExpertShape
-from engine.ranks import WHOLE, ExpertPart, Share
+from engine.models.spec import LoadTarget
+from engine.ranks import ExpertPart, Share
 from kernels.layers.by_head import HeadMatrices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BlockWeights(ABC):
     """A source of weights. Names are relative to `prefix`.
 
     Attributes:
-        device: device of all tensors from this source.
-        dtype: the model's compute dtype.
-        share: the share of the model that is built. Shapes are those of the whole model. Blocks
-            request the ranges that belong to this share.
+        target: the part of the model that is built. Shapes are those of the whole model. Blocks
+            request the ranges that belong to the share of the target.
         prefix: prefix that `within` has added.
         products: all products that `linear` has created so far, including those created through
             `within`.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    share: Share = WHOLE
-    prefix: str = ""
-    products: list[Product] = field(default_factory=list)
+    target: LoadTarget
+    prefix: str = field(default="", kw_only=True)
+    products: list[Product] = field(default_factory=list, kw_only=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors from this source."""
+        return self.target.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's compute dtype."""
+        return self.target.dtype
+
+    @property
+    def share(self) -> Share:
+        return self.target.share
 
     def within(self, prefix: str) -> Self:
         return replace(self, prefix=self.prefix + prefix)

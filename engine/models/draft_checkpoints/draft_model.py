@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config import Quantize
 from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
@@ -24,11 +23,9 @@ from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
 from engine.models.drafting import DraftSteps, ModelVectors, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
-from engine.models.families.common import as_stored
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.weights import StoredDecoder
-from engine.ranks import Share
 
 
 class DraftModelCheckpoint:
@@ -43,7 +40,7 @@ class DraftModelCheckpoint:
             ConfigError: the configuration is invalid or not supported, or is for another target
                 model.
         """
-        spec = as_stored(read_decoder(directory), stored_names(directory))
+        spec = read_decoder(directory, stored_names(directory))
         self._weights, own = StoredDecoder(directory, spec), spec.model
         if own.vocabulary_size != model.vocabulary_size:
             raise ConfigError(
@@ -72,24 +69,23 @@ class DraftModelCheckpoint:
         hashed.update(content({name: tensors[name] for name in sorted(self._weights.stored())}))
         return f"draft_model {hashed.hexdigest()}"
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
-    ) -> int:
-        return self._weights.weight_bytes(device, dtype, quantize, _part(share))
+    def weight_bytes(self, target: LoadTarget) -> int:
+        return self._weights.weight_bytes(_of_drafter(target))
 
-    def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":
+    def load(self, model: Decoder) -> "DraftModel":
         """Load the draft model for a target model. See LoadableModel."""
-        return DraftModel(self._weights.load(model.device, model.dtype, quantize, _part(share)))
+        return DraftModel(self._weights.load(_of_drafter(model.target)))
 
-    def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
+    def refill(self, model: Decoder) -> None:
         """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftModel)
-        self._weights.refill(model.drafter.decoder, quantize, _part(share))
+        self._weights.refill(model.drafter.decoder)
 
 
-def _part(share: Share) -> Share:
-    """Return a rank's share of the draft model. Experts are always divided."""
-    return replace(share, whole_experts=False, placement=None)
+def _of_drafter(target: LoadTarget) -> LoadTarget:
+    """Return the draft model's own target. Its experts are always divided between ranks."""
+    share = replace(target.share, whole_experts=False, placement=None)
+    return replace(target, share=share)
 
 
 class DraftModel:

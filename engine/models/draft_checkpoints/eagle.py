@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.layer import LayerSite
@@ -30,10 +29,9 @@ from engine.models.fields import Fields
 from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
 from engine.models.refill import refill
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
-from engine.ranks import WHOLE, Share
 
 DRAFT_FLAG = "engine.speculative.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the target model's own, or unused
@@ -63,53 +61,35 @@ class EagleCheckpoint:
         else:
             self.spec = _first(config, self._checkpoint)
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> int:
-        return self._survey(device, dtype, quantize, share).num_bytes
+    def weight_bytes(self, target: LoadTarget) -> int:
+        return self._survey(target).num_bytes
 
-    def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
+    def load(self, model: Decoder) -> DraftHead:
         """Load the layer for a target model. See LoadableModel."""
-        return model.drafting(self._layer(model, quantize, share))
+        return model.drafting(self._layer(model.target))
 
-    def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
+    def refill(self, model: Decoder) -> None:
         """Read the weights of the drafter again, after `drain`."""
         assert isinstance(model.drafter, DraftHead)
-        refill(model.drafter.layer, self._layer(model, quantize, share))
+        refill(model.drafter.layer, self._layer(model.target))
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
         return replace(model, draft=self.spec.keeps(model.hidden_size))
 
     def name(self) -> str:
         """Return a name with a hash of its configuration and of all bytes of its weights."""
-        needs = self._survey(torch.device("cpu"), torch.float32, "none", WHOLE)
+        needs = self._survey(LoadTarget(torch.device("cpu"), torch.float32))
         stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
         hashed = hashlib.sha256(repr(self.spec).encode() + content(stored))
         return f"eagle {hashed.hexdigest()}"
 
-    def _layer(self, model: Decoder, quantize: Quantize, share: Share) -> DraftLayer:
-        device, dtype = model.device, model.dtype
-        self._survey(device, dtype, quantize, share)
-        reader = TensorReader(
-            device=device,
-            dtype=dtype,
-            share=share,
-            checkpoint=self._checkpoint,
-            scheme=self._scheme,
-            form=form_of(device, dtype, quantize),
-        )
+    def _layer(self, target: LoadTarget) -> DraftLayer:
+        self._survey(target)
+        reader = TensorReader(target, self._checkpoint, self._scheme, form_of(target))
         return self.spec.build(LayerSite(reader, self._hidden_size))
 
-    def _survey(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
-    ) -> TensorNeeds:
-        source = TensorInventory(
-            dtype=dtype,
-            share=share,
-            checkpoint=self._checkpoint,
-            scheme=self._scheme,
-            form=form_of(device, dtype, quantize),
-        )
+    def _survey(self, target: LoadTarget) -> TensorNeeds:
+        source = TensorInventory(target, self._checkpoint, self._scheme, form_of(target))
         self.spec.build(LayerSite(source, self._hidden_size))
         self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
         return source.needs

@@ -4,27 +4,21 @@ Configurations of transformers 4 and 5 are supported. A family's defaults are th
 configuration class in transformers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError
 from engine.models.decoder import DecoderSpec
-from engine.models.families.common import with_heads
+from engine.models.families.common import beside_encoder, with_heads, with_names
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.gemma import gemma2, gemma3, gemma3_with_images
 from engine.models.families.gpt_oss import gpt_oss
-from engine.models.families.llama import llama, llava
-from engine.models.families.mistral import mistral, mixtral
+from engine.models.families.llama import llama, llava, mistral, mixtral
 from engine.models.families.qwen2 import qwen2, qwen2_5_vl, qwen2_moe
 from engine.models.families.qwen3 import dots1, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
-from engine.models.families.qwen3_hybrid import (
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_5_moe_with_images,
-    qwen3_5_with_images,
-    qwen3_next,
-)
+from engine.models.families.qwen3_hybrid import qwen3_5, qwen3_5_moe, qwen3_next
 from engine.models.fields import Fields, eos_token_ids
 
 # By model_type.
@@ -47,17 +41,19 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "qwen3_moe": qwen3_moe,
     "qwen2_moe": qwen2_moe,
     "qwen3_next": qwen3_next,
-    "qwen3_5": qwen3_5_with_images,
-    "qwen3_5_moe": qwen3_5_moe_with_images,
+    "qwen3_5": partial(beside_encoder, family=qwen3_5),
+    "qwen3_5_moe": partial(beside_encoder, family=qwen3_5_moe),
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
     "mixtral": mixtral,
 }
 
 
-def read_decoder(directory: Path) -> DecoderSpec:
+def read_decoder(directory: Path, names: Collection[str] = ()) -> DecoderSpec:
     """Read config.json and generation_config.json.
 
+    Args:
+        names: names of the stored tensors. Empty: those of the family.
     Raises:
         ConfigError: fields are missing, invalid or not supported. The message names the file, the
             field and the expected value.
@@ -69,6 +65,6 @@ def read_decoder(directory: Path) -> DecoderSpec:
             f"{directory}: model_type {config.text('model_type')!r} is not supported; "
             f"{', '.join(FAMILIES)} are"
         )
-    decoder = with_heads(family(config), config)
+    decoder = with_names(with_heads(family(config), config), names)
     model = replace(decoder.model, eos_token_ids=eos_token_ids(directory, config))
     return replace(decoder, model=model)

@@ -6,14 +6,14 @@ class. Their tensor names then have no prefix.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.experts import DenseMlp
-from engine.models.blocks.layer import LayerSpec, Norm
+from engine.models.blocks.layer import FfnSpec, LayerSpec, MixerSpec, Norm
 from engine.models.decoder import DecoderSpec
 from engine.models.fields import Fields
 from engine.models.quantized import scheme_of
@@ -35,9 +35,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 def decoder(
     config: Fields,
-    layers: Sequence[LayerSpec],
+    mixers: MixerSpec | Sequence[MixerSpec],
+    nets: FfnSpec | Sequence[FfnSpec],
     norm: Norm,
     *,
+    post_norms: bool = False,
     tied_embeddings: bool = False,
     embedding_scale: float = 1.0,
     logit_soft_cap: float | None = None,
@@ -45,8 +47,16 @@ def decoder(
     """Return the decoder of a configuration, still without its end-of-sequence ids.
 
     Args:
+        mixers, nets: of each layer, or one for all layers.
+        norm: every norm of the decoder outside the mixers.
+        post_norms: see LayerSpec.
         tied_embeddings: default if the configuration has no such field.
     """
+    num_layers = num_layers_of(config)
+    mixers = mixers if isinstance(mixers, Sequence) else [mixers] * num_layers
+    nets = nets if isinstance(nets, Sequence) else [nets] * num_layers
+    pairs = zip(mixers, nets, strict=True)
+    layers = tuple(LayerSpec(*pair, norm, post_norms) for pair in pairs)
     hidden_size = config.integer("hidden_size")
     context_length = config.integer("max_position_embeddings")
     name = "dtype" if "dtype" in config else "torch_dtype"
@@ -67,7 +77,7 @@ def decoder(
             stored=stored.name,
             format=stored.format,
         ),
-        layers=tuple(layers),
+        layers=layers,
         norm=norm,
         tied_embeddings=config.flag("tie_word_embeddings", tied_embeddings),
         embedding_scale=embedding_scale,
@@ -76,35 +86,53 @@ def decoder(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class NamesBesideEncoder:
+    """The tensor names of a decoder in a checkpoint with an image encoder, see DecoderSpec."""
+
+    prefix: str
+    unused: tuple[str, ...]
+    head: str = "lm_head"
+
+
+QWEN_NAMES = NamesBesideEncoder("model.language_model.", ("model.visual.",))
+LLAVA_NAMES = NamesBesideEncoder(
+    "language_model.model.",
+    ("vision_tower.", "multi_modal_projector."),
+    head="language_model.lm_head",
+)
+
+
 def beside_encoder(
     config: Fields,
     family: Callable[[Fields], DecoderSpec],
+    names: NamesBesideEncoder = QWEN_NAMES,
     defaults: Mapping[str, str | int] | None = None,
 ) -> DecoderSpec:
     """Return the decoder of a checkpoint with an image encoder. The field `text_config` describes
-    the decoder. Tensor names are those of Qwen's models.
+    the decoder.
 
     Args:
         family: reads the decoder.
         defaults: defaults of `text_config`.
     """
-    spec = family(text_config(config, defaults))
+    return with_encoder(config, family(text_config(config, defaults)), names)
+
+
+def with_encoder(config: Fields, spec: DecoderSpec, names: NamesBesideEncoder) -> DecoderSpec:
+    """Return the decoder `spec` with the fields of the whole configuration that apply to it. The
+    decoder's own quantisation applies if the whole has none."""
+    if "quantization_config" in config:
+        stored = scheme_of(config)
+        model = replace(spec.model, stored=stored.name, format=stored.format)
+        spec = replace(spec, model=model, stored=stored)
     return replace(
-        quantised_as(config, spec),
-        prefix="model.language_model.",
-        unused=(*spec.unused, "model.visual."),
+        spec,
+        prefix=names.prefix,
+        head=names.head,
+        unused=(*spec.unused, *names.unused),
         tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
     )
-
-
-def quantised_as(config: Fields, spec: DecoderSpec) -> DecoderSpec:
-    """Return the decoder with the quantisation of the whole configuration, if it has one. Otherwise
-    the decoder's own applies."""
-    if "quantization_config" not in config:
-        return spec
-    stored = scheme_of(config)
-    model = replace(spec.model, stored=stored.name, format=stored.format)
-    return replace(spec, model=model, stored=stored)
 
 
 def text_config(config: Fields, defaults: Mapping[str, str | int] | None = None) -> Fields:
@@ -200,18 +228,29 @@ def soft_cap(config: Fields, name: str, default: float) -> float | None:
     return cap
 
 
-def windows(config: Fields, default: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+def windows(
+    config: Fields, slides: Callable[[int], bool], *, default: int = 4096, enabled: bool = True
+) -> tuple[int | None, ...]:
     """Return each layer's window.
 
     Args:
-        default: window if the configuration has no such field.
         slides: returns whether a layer has a window if the configuration has no `layer_types`.
+        default: window if the configuration has no such field.
+        enabled: False: no layer has a window.
     """
-    window, num_layers = config.integer("sliding_window", default), num_layers_of(config)
+    num_layers = num_layers_of(config)
+    if not enabled:
+        return (None,) * num_layers
+    window = config.integer("sliding_window", default)
     if "layer_types" not in config:
         return tuple(window if slides(layer) else None for layer in range(num_layers))
     kinds = layer_types(config, ("full_attention", "sliding_attention"))
     return tuple(None if kind == "full_attention" else window for kind in kinds)
+
+
+def windowed(mixer: Attention, windows: Sequence[int | None]) -> list[Attention]:
+    """Return the attention of each layer. They differ only in their windows."""
+    return [replace(mixer, window=window) for window in windows]
 
 
 def layer_types(config: Fields, kinds: Sequence[str]) -> Sequence[str]:
@@ -242,7 +281,7 @@ def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
     return decoder
 
 
-def as_stored(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
+def with_names(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
     """Return the decoder adapted to the names of the stored tensors: without a prefix if the
     checkpoint has only the decoder."""
     if "embed_tokens.weight" not in names or "model.embed_tokens.weight" in names:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.models.blocks.experts import Experts
 from engine.models.blocks.latent import LatentAttention
-from engine.models.blocks.layer import LayerSpec, Norm
+from engine.models.blocks.layer import Norm
 from engine.models.decoder import DecoderSpec
 from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from engine.models.families import common, moe
@@ -48,21 +48,12 @@ def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -
 def _decoder(
     config: Fields, experts: Experts, *, interleaved: bool, first_sparse: int
 ) -> DecoderSpec:
-    """Return the decoder of a configuration.
-
-    Args:
-        first_sparse: default of the first layer with experts.
-    """
+    """Return the decoder of a configuration. `first_sparse`: see `moe.nets_after`."""
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
-    mixer, norm = _attention(config, interleaved), common.norm(config)
     dense = common.dense(config, bias=config.flag("mlp_bias", False))
-    first = config.count("first_k_dense_replace", first_sparse)
-    layers = [
-        LayerSpec(mixer, experts if layer >= first else dense, norm)
-        for layer in range(common.num_layers_of(config))
-    ]
-    return common.decoder(config, layers, norm)
+    nets = moe.nets_after(config, dense, experts, first_sparse)
+    return common.decoder(config, _attention(config, interleaved), nets, common.norm(config))
 
 
 def _attention(config: Fields, interleaved: bool) -> LatentAttention:

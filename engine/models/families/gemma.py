@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.experts import DenseMlp
-from engine.models.blocks.layer import LayerSpec, Norm
+from engine.models.blocks.layer import Norm
 from engine.models.blocks.rotation import Rope
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common
@@ -21,8 +21,7 @@ from engine.models.rope import rope_of
 def gemma2(config: Fields) -> DecoderSpec:
     soft_cap = common.soft_cap(config, "attn_logit_softcapping", 50.0)
     mixer = replace(_attention(config, qk_norm=None), soft_cap=soft_cap)
-    windows = common.windows(config, 4096, lambda layer: layer % 2 == 0)
-    mixers = [replace(mixer, window=window) for window in windows]
+    mixers = common.windowed(mixer, common.windows(config, lambda layer: layer % 2 == 0))
     return _decoder(config, mixers, common.soft_cap(config, "final_logit_softcapping", 30.0))
 
 
@@ -32,7 +31,7 @@ def gemma3(config: Fields) -> DecoderSpec:
     full, sliding = _ropes(config, mixer.head_dim)
     name = "sliding_window_pattern"
     every = config.integer(name if name in config else f"_{name}", 6)
-    windows = common.windows(config, 4096, lambda layer: (layer + 1) % every > 0)
+    windows = common.windows(config, lambda layer: (layer + 1) % every > 0)
     mixers = [
         replace(mixer, window=window, rope=full if window is None else sliding)
         for window in windows
@@ -63,8 +62,10 @@ def _decoder(
     ffn, norm = DenseMlp(config.integer("intermediate_size"), activation), _norm(config)
     return common.decoder(
         config,
-        [LayerSpec(mixer, ffn, norm, post_norms=True) for mixer in mixers],
+        mixers,
+        ffn,
         norm,
+        post_norms=True,
         tied_embeddings=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_soft_cap=logit_soft_cap,
@@ -108,7 +109,7 @@ _GEMMA3: Mapping[str, str | int] = {
 
 
 def gemma3_with_images(config: Fields) -> DecoderSpec:
-    spec = common.beside_encoder(config, gemma3, _GEMMA3)
+    spec = common.beside_encoder(config, gemma3, common.LLAVA_NAMES, _GEMMA3)
     num_tokens = config.integer("mm_tokens_per_image", 256)
     layers = []
     for layer in spec.layers:
@@ -116,10 +117,4 @@ def gemma3_with_images(config: Fields) -> DecoderSpec:
         if layer.mixer.window is not None and layer.mixer.window < num_tokens:
             raise config.wrong("mm_tokens_per_image", f"at most the window {layer.mixer.window}")
         layers.append(replace(layer, mixer=replace(layer.mixer, whole_images=True)))
-    return replace(
-        spec,
-        layers=tuple(layers),
-        prefix="language_model.model.",
-        head="language_model.lm_head",
-        unused=("vision_tower.", "multi_modal_projector."),
-    )
+    return replace(spec, layers=tuple(layers))

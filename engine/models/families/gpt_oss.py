@@ -4,7 +4,6 @@ gates."""
 from dataclasses import replace
 
 from engine.models.blocks.experts import Experts
-from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.fields import Fields
@@ -29,8 +28,6 @@ def gpt_oss(config: Fields) -> DecoderSpec:
         router_bias=True,
         storage=InterleavedExperts(),
     )
-    layers = [
-        LayerSpec(replace(mixer, window=window, sinks=True), experts, norm)
-        for window in common.windows(config, 128, lambda layer: layer % 2 == 0)
-    ]
-    return common.decoder(config, layers, norm)
+    windows = common.windows(config, lambda layer: layer % 2 == 0, default=128)
+    mixers = common.windowed(replace(mixer, sinks=True), windows)
+    return common.decoder(config, mixers, experts, norm)

@@ -1,20 +1,25 @@
-"""Llama 2 and later, and LLaVA 1.5, which is a Llama with an image encoder."""
+"""Llama 2 and later, and the families that differ from it in a few numbers.
+
+LLaVA 1.5 is a Llama with an image encoder. Layers of Mistral may have a sliding window. Mixtral
+also has experts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.experts import Experts
 from engine.models.decoder import DecoderSpec
-from engine.models.families import common
+from engine.models.families import common, moe
 from engine.models.fields import Fields
+from engine.models.quantized.experts import SeparateExperts
+from kernels.experts.routing import Routing
 
 
 def llama(config: Fields) -> DecoderSpec:
-    bias, norm = config.flag("attention_bias", False), common.norm(config)
+    bias = config.flag("attention_bias", False)
     mixer = common.attention(config, common.even_head_dim(config), bias=bias)
     ffn = common.dense(config, bias=config.flag("mlp_bias", False))
-    layers = [LayerSpec(mixer, ffn, norm)] * common.num_layers_of(config)
-    return common.decoder(config, layers, norm)
+    return common.decoder(config, mixer, ffn, common.norm(config))
 
 
 _LLAVA: Mapping[str, str | int] = {
@@ -32,10 +37,27 @@ def llava(config: Fields) -> DecoderSpec:
     text = config.nested("text_config")
     if text.text("model_type", "llama") != "llama":
         raise text.wrong("model_type", "llama")
-    spec = common.beside_encoder(config, llama, _LLAVA)
-    return replace(
-        spec,
-        prefix="language_model.model.",
-        head="language_model.lm_head",
-        unused=("vision_tower.", "multi_modal_projector."),
+    return common.beside_encoder(config, llama, common.LLAVA_NAMES, _LLAVA)
+
+
+def mistral(config: Fields) -> DecoderSpec:
+    # An explicit null disables the window. The default of an absent field in transformers is 4096.
+    window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
+    mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
+    return common.decoder(config, mixer, common.dense(config), common.norm(config))
+
+
+def mixtral(config: Fields) -> DecoderSpec:
+    window = config.integer("sliding_window") if "sliding_window" in config else None
+    mixer = common.attention(config, common.even_head_dim(config), rope_theta=1e6)
+    count = config.integer("num_local_experts", 8)
+    experts = Experts(
+        count=count,
+        intermediate_size=config.integer("intermediate_size"),
+        gate=common.activation(config),
+        routing=Routing(moe.per_token(config, count, 2), normalise=True),
+        module="block_sparse_moe",
+        storage=SeparateExperts("w1", "w3", "w2"),
     )
+    norm = common.norm(config, eps=1e-5)
+    return common.decoder(config, replace(mixer, window=window), experts, norm)

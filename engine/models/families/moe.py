@@ -10,12 +10,18 @@ from engine.models.fields import Fields
 from kernels.experts.routing import Routing
 
 
-def experts(config: Fields, *, shared: DenseMlp | None = None, normalise: bool = False) -> Experts:
+def experts(config: Fields, *, shared: bool = False, normalise: bool = False) -> Experts:
     """Return the experts of Qwen, and of families that copy its field names.
 
     Args:
+        shared: whether there is a shared expert.
         normalise: default of whether the weights of the chosen experts sum to 1.
     """
+    activation = common.activation(config)
+    net = None
+    if shared:
+        size = config.integer("shared_expert_intermediate_size")
+        net = DenseMlp(size, activation, module="mlp.shared_expert")
     # transformers 5 writes the second name for some families.
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     count = config.integer(name)
@@ -23,19 +29,10 @@ def experts(config: Fields, *, shared: DenseMlp | None = None, normalise: bool =
     return Experts(
         count=count,
         intermediate_size=config.integer("moe_intermediate_size"),
-        gate=common.activation(config),
+        gate=activation,
         routing=routing,
-        shared=shared,
-        shared_gate=shared is not None,
-    )
-
-
-def shared_expert(config: Fields) -> DenseMlp:
-    """Return Qwen's shared expert."""
-    return DenseMlp(
-        config.integer("shared_expert_intermediate_size"),
-        common.activation(config),
-        module="mlp.shared_expert",
+        shared=net,
+        shared_gate=shared,
     )
 
 
@@ -117,6 +114,18 @@ def per_token(config: Fields, most: int, default: int | None = None) -> int:
     if found > most:
         raise config.wrong("num_experts_per_tok", f"at most {most} experts")
     return found
+
+
+def nets_after(
+    config: Fields, dense: DenseMlp, sparse: Experts, first_sparse: int
+) -> Sequence[DenseMlp | Experts]:
+    """Return the feed-forward net of each layer: experts after the first layers.
+
+    Args:
+        first_sparse: default of the first layer with experts.
+    """
+    first = config.count("first_k_dense_replace", first_sparse)
+    return [sparse if layer >= first else dense for layer in range(common.num_layers_of(config))]
 
 
 def nets(config: Fields, sparse: Experts) -> Sequence[DenseMlp | Experts]:

@@ -8,47 +8,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.layer import FfnSpec, LayerSpec
+from engine.models.blocks.layer import FfnSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
-from engine.models.families.qwen2 import windows
+from engine.models.families.qwen2 import has_windows, windows
 from engine.models.fields import Fields
 from engine.models.quantized.experts import StackedTensor
 from engine.models.rope import interleaved
 
 
 def qwen3(config: Fields) -> DecoderSpec:
-    mixer = _attention(config, config.integer("head_dim", 128))
-    ffn, norm = common.dense(config), common.norm(config)
-    layers = [LayerSpec(replace(mixer, window=window), ffn, norm) for window in windows(config)]
-    return common.decoder(config, layers, norm)
+    mixers = common.windowed(_attention(config, config.integer("head_dim", 128)), windows(config))
+    return common.decoder(config, mixers, common.dense(config), common.norm(config))
 
 
 def qwen3_moe(config: Fields) -> DecoderSpec:
-    windowed = config.flag("use_sliding_window", False) and not config.is_null("sliding_window")
-    window = config.integer("sliding_window", 4096) if windowed else None
+    window = config.integer("sliding_window", 4096) if has_windows(config) else None
     mixer = replace(_attention(config, common.even_head_dim(config)), window=window)
-    norm = common.norm(config)
-    layers = [LayerSpec(mixer, ffn, norm) for ffn in moe.nets(config, moe.experts(config))]
-    return common.decoder(config, layers, norm)
+    nets = moe.nets(config, moe.experts(config))
+    return common.decoder(config, mixer, nets, common.norm(config))
 
 
 def dots1(config: Fields) -> DecoderSpec:
-    mixer, norm = _attention(config, common.even_head_dim(config)), common.norm(config)
-    sparse, dense = moe.deepseek_experts(config), common.dense(config)
-    first = config.count("first_k_dense_replace", 0)
-    layers = [
-        LayerSpec(replace(mixer, window=window), sparse if layer >= first else dense, norm)
-        for layer, window in enumerate(_dots1_windows(config))
-    ]
-    return common.decoder(config, layers, norm)
-
-
-def _dots1_windows(config: Fields) -> tuple[int | None, ...]:
-    if config.is_null("sliding_window"):
-        return (None,) * common.num_layers_of(config)
-    first = config.count("max_window_layers", 62)
-    return common.windows(config, 4096, lambda layer: layer >= first)
+    mixer = _attention(config, common.even_head_dim(config))
+    windows = common.windows(
+        config,
+        lambda layer: layer >= config.count("max_window_layers", 62),
+        enabled=not config.is_null("sliding_window"),
+    )
+    nets = moe.nets_after(config, common.dense(config), moe.deepseek_experts(config), 0)
+    return common.decoder(config, common.windowed(mixer, windows), nets, common.norm(config))
 
 
 _SECTIONS = (24, 20, 20)
@@ -56,7 +45,7 @@ _FEATURES = (8, 16, 24)  # layers of the image encoder
 
 
 def qwen3_vl(config: Fields) -> DecoderSpec:
-    return _qwen3_vl(config, lambda text: [common.dense(text)] * common.num_layers_of(text))
+    return _qwen3_vl(config, common.dense)
 
 
 def qwen3_vl_moe(config: Fields) -> DecoderSpec:
@@ -67,7 +56,7 @@ def qwen3_vl_moe(config: Fields) -> DecoderSpec:
     return _qwen3_vl(config, nets)
 
 
-def _qwen3_vl(config: Fields, nets: Callable[[Fields], Sequence[FfnSpec]]) -> DecoderSpec:
+def _qwen3_vl(config: Fields, nets: Callable[[Fields], FfnSpec | Sequence[FfnSpec]]) -> DecoderSpec:
     vision = config.nested("vision_config")
     named = "deepstack_visual_indexes" in vision
     features = vision.counts("deepstack_visual_indexes") if named else _FEATURES
@@ -75,8 +64,7 @@ def _qwen3_vl(config: Fields, nets: Callable[[Fields], Sequence[FfnSpec]]) -> De
     def decoder(text: Fields) -> DecoderSpec:
         mixer = _attention(text, text.integer("head_dim", 128), rope_theta=5e5)
         mixer = replace(mixer, rope=interleaved(text, mixer.rope, _SECTIONS))
-        norm = common.norm(text)
-        return common.decoder(text, [LayerSpec(mixer, ffn, norm) for ffn in nets(text)], norm)
+        return common.decoder(text, mixer, nets(text), common.norm(text))
 
     return replace(common.beside_encoder(config, decoder), feature_layers=len(features))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.delta_net import ByKeyHead, ByKind, DeltaNet, Projection
-from engine.models.blocks.layer import FfnSpec, LayerSpec, Norm
+from engine.models.blocks.layer import FfnSpec, Norm
 from engine.models.decoder import DecoderSpec
 from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from engine.models.families import common, moe
@@ -59,20 +59,14 @@ def _mixers(
 
 
 def _attention(config: Fields) -> Attention:
-    bias = config.flag("attention_bias", False)
     mixer = common.attention(
         config,
         config.integer("head_dim", 256),
-        bias=bias,
+        bias=config.flag("attention_bias", False),
         qk_norm=_norm(config),
         rotated=0.25,
     )
     return replace(mixer, output_gate=True)
-
-
-def _axial_attention(config: Fields) -> Attention:
-    mixer = _attention(config)
-    return replace(mixer, rope=interleaved(config, mixer.rope, _SECTIONS))
 
 
 def _delta_net(config: Fields, projection: Projection) -> DeltaNet:
@@ -104,14 +98,10 @@ def _kinds(config: Fields) -> Sequence[str]:
 
 
 def qwen3_next(config: Fields) -> DecoderSpec:
-    norm, attention = _norm(config), _attention(config)
-    experts = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
-    nets = moe.nets(config, experts)
-    layers = [
-        LayerSpec(mixer, ffn, norm)
-        for mixer, ffn in zip(_mixers(config, attention, ByKeyHead()), nets, strict=True)
-    ]
-    decoder = common.decoder(config, layers, norm)
+    attention = _attention(config)
+    experts = moe.experts(config, shared=True, normalise=True)
+    mixers, nets = _mixers(config, attention, ByKeyHead()), moe.nets(config, experts)
+    decoder = common.decoder(config, mixers, nets, _norm(config))
     return _with_drafts(decoder, config, attention, experts)
 
 
@@ -120,21 +110,13 @@ def qwen3_5(config: Fields) -> DecoderSpec:
 
 
 def qwen3_5_moe(config: Fields) -> DecoderSpec:
-    ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
+    ffn = moe.experts(config, shared=True, normalise=True)
     # The authors store stacked experts. Quantised checkpoints of third parties store single ones.
     return _qwen3_5(config, replace(ffn, storage=StackedTensor()))
 
 
 def _qwen3_5(config: Fields, ffn: FfnSpec) -> DecoderSpec:
-    norm, attention = _norm(config), _axial_attention(config)
-    layers = [LayerSpec(each, ffn, norm) for each in _mixers(config, attention, ByKind())]
-    decoder = common.decoder(config, layers, norm)
+    mixer = _attention(config)
+    attention = replace(mixer, rope=interleaved(config, mixer.rope, _SECTIONS))
+    decoder = common.decoder(config, _mixers(config, attention, ByKind()), ffn, _norm(config))
     return _with_drafts(decoder, config, attention, ffn)
-
-
-def qwen3_5_with_images(config: Fields) -> DecoderSpec:
-    return common.beside_encoder(config, qwen3_5)
-
-
-def qwen3_5_moe_with_images(config: Fields) -> DecoderSpec:
-    return common.beside_encoder(config, qwen3_5_moe)

@@ -20,6 +20,7 @@ from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.linear.protocol import Form, Linear
 from engine.models.linear.weight_only import WeightOnlyForm
+from engine.models.spec import LoadTarget
 from kernels import device as devices
 from kernels.quantised import QuantFormat, widens
 
@@ -49,12 +50,7 @@ class AsStoredForm(Form):
         return self.quantised if kept else self.rest
 
 
-def form_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: Quantize,
-    stored: QuantFormat | None = None,
-) -> Form:
+def form_of(target: LoadTarget, stored: QuantFormat | None = None) -> Form:
     """Return the preferred form.
 
     On a GPU: weights as they are stored, then torch's own products. On a CPU: products compiled for
@@ -66,7 +62,8 @@ def form_of(
     Raises:
         ConfigError: no form on this machine supports the requested quantisation.
     """
-    if quantize == "int8":
+    device, dtype = target.device, target.dtype
+    if target.quantize == "int8":
         return _int8(device) or _refused(device)
     kept = None if stored is None else _stored_form(device, dtype, stored)
     return _float_form(device, dtype) if kept is None else kept

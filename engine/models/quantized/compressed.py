@@ -12,8 +12,8 @@ from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import INT8, Matrix
 from engine.models.quantized.fp8 import Fp8, block_of
-from engine.models.quantized.packed import BITS, as_stored, group_size, unpacked
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.packed import BITS, packed_matrix, unpacked
+from engine.models.quantized.protocol import MatrixLocation, Scheme
 from kernels.quantised import QuantFormat
 
 _ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_scale"})
@@ -25,21 +25,18 @@ class Int8Stored(Scheme):
 
     name: str = "int8 by channel"
     format: QuantFormat = INT8
-    ignored: frozenset[str] = _ACTIVATIONS
-    numbers: str = ".weight"
+    ignored = _ACTIVATIONS  # not a field: the order of a set would make fingerprints differ
 
-    def wanted(
-        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, TensorRequest]:
+    def wanted(self, at: MatrixLocation) -> Mapping[str, TensorRequest]:
+        rows = at.rows
         return {
-            f"{module}.weight": TensorRequest((rows, columns), dtypes=("I8",)),
-            f"{module}.weight_scale": TensorRequest((rows, 1), FLOATS, ((rows,), (1,), ())),
+            "weight": TensorRequest((rows, at.columns), dtypes=("I8",)),
+            "weight_scale": TensorRequest((rows, 1), FLOATS, ((rows,), (1,), ())),
         }
 
-    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        scales = checkpoint.read(f"{module}.weight_scale").float().reshape(-1, 1)
-        numbers = checkpoint.read(f"{module}.weight")
-        return Matrix(numbers, INT8, scales.expand(rows, 1).contiguous())
+    def matrix(self, at: MatrixLocation) -> Matrix:
+        scales = at.read("weight_scale").float().reshape(-1, 1)
+        return Matrix(at.read("weight"), INT8, scales.expand(at.rows, 1).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,8 @@ class CompressedTensor(Scheme):
     group: int
     symmetric: bool
     reordered: bool
+    ignored = _ACTIVATIONS | {".weight_shape"}  # the model's own shape is equivalent
+    numbers = ".weight_packed"
 
     @property
     def name(self) -> str:
@@ -67,14 +66,6 @@ class CompressedTensor(Scheme):
     def format(self) -> QuantFormat | None:
         return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
 
-    @property
-    def ignored(self) -> frozenset[str]:
-        return _ACTIVATIONS | {".weight_shape"}  # the model's own shape is equivalent
-
-    @property
-    def numbers(self) -> str:
-        return ".weight_packed"
-
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         rows, words = checkpoint.matrix_shape(f"{module}.weight_packed")
         columns = words * (32 // self.bits)
@@ -82,33 +73,28 @@ class CompressedTensor(Scheme):
             columns = int(checkpoint.read(f"{module}.weight_shape")[-1])
         return rows, columns
 
-    def wanted(
-        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, TensorRequest]:
-        words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
+    def wanted(self, at: MatrixLocation) -> Mapping[str, TensorRequest]:
+        words, groups = 32 // self.bits, at.groups(self.group)
         tensors = {
-            f"{module}.weight_packed": TensorRequest((rows, -(-columns // words)), dtypes=("I32",)),
-            f"{module}.weight_scale": TensorRequest((rows, groups), dtypes=FLOATS),
+            "weight_packed": TensorRequest((at.rows, -(-at.columns // words)), dtypes=("I32",)),
+            "weight_scale": TensorRequest((at.rows, groups), dtypes=FLOATS),
         }
         if not self.symmetric:
-            zeros = TensorRequest((-(-rows // words), groups), dtypes=("I32",))
-            tensors[f"{module}.weight_zero_point"] = zeros
-        if f"{module}.weight_g_idx" in checkpoint.tensors:
-            tensors[f"{module}.weight_g_idx"] = TensorRequest((columns,), dtypes=("I32", "I64"))
+            zeros = TensorRequest((-(-at.rows // words), groups), dtypes=("I32",))
+            tensors["weight_zero_point"] = zeros
+        if at.has("weight_g_idx"):
+            tensors["weight_g_idx"] = TensorRequest((at.columns,), dtypes=("I32", "I64"))
         return tensors
 
-    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        packed = checkpoint.read(f"{module}.weight_packed")
-        scale = checkpoint.read(f"{module}.weight_scale")
+    def matrix(self, at: MatrixLocation) -> Matrix:
+        scale = at.read("weight_scale")
         zeros = torch.full_like(scale, 2 ** (self.bits - 1))
         if not self.symmetric:
-            words = checkpoint.read(f"{module}.weight_zero_point").t()
-            zeros = unpacked(words, self.bits).t()[:rows]
-        order, groups = f"{module}.weight_g_idx", None
-        if order in checkpoint.tensors:
-            groups = checkpoint.read(order)
-        numbers = unpacked(packed, self.bits)[:, :columns]
-        return as_stored(numbers, scale, zeros, self.format, groups)
+            words = at.read("weight_zero_point").t()
+            zeros = unpacked(words, self.bits).t()[: at.rows]
+        groups = at.read("weight_g_idx") if at.has("weight_g_idx") else None
+        numbers = unpacked(at.read("weight_packed"), self.bits)[:, : at.columns]
+        return packed_matrix(numbers, scale, zeros, self.format, groups)
 
 
 def compressed_tensors(config: Fields) -> Scheme:

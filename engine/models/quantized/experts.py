@@ -7,7 +7,7 @@ from typing import Protocol
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix, MatrixPart, StoredExpert, common_format, joined
 from engine.models.quantized.mxfp4 import MXFP4, are_mxfp4, read_mxfp4, wanted_mxfp4
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import MatrixLocation, Scheme, storing, wanted_by
 from engine.ranks import ExpertPart
 from kernels.experts.grouped_mlp import Gate
 from kernels.quantised import QuantFormat
@@ -76,28 +76,31 @@ class SeparateExperts:
     def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
         tensors: dict[str, TensorRequest] = {}
         for number in range(shape.count):
-            for name in (self.gate, self.up):
-                tensors |= self._wanted(f"{number}.{name}", shape.inner, shape.hidden, place)
-            tensors |= self._wanted(f"{number}.{self.down}", shape.hidden, shape.inner, place)
+            for at in self._matrices(number, shape, place):
+                tensors |= wanted_by(_scheme(at, place), at)
         return tensors
 
     def format(self, place: ExpertLocation) -> QuantFormat | None:
-        names = (self.gate, self.up, self.down)
-        return common_format([_scheme(f"0.{name}", place).format for name in names])
+        modules = (f"{place.prefix}0.{name}" for name in (self.gate, self.up, self.down))
+        schemes = (storing(place.scheme, module, place.checkpoint) for module in modules)
+        return common_format([scheme.format for scheme in schemes])
 
     def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
-        gate, up = (
-            _matrix(f"{number}.{name}", shape.inner, shape.hidden, place)
-            for name in (self.gate, self.up)
+        gate, up, down = (
+            _scheme(at, place).matrix(at) for at in self._matrices(number, shape, place)
         )
-        down = _matrix(f"{number}.{self.down}", shape.hidden, shape.inner, place)
         return StoredExpert(joined([gate, up]), down)
 
-    def _wanted(
-        self, module: str, rows: int, columns: int, place: ExpertLocation
-    ) -> Mapping[str, TensorRequest]:
-        scheme = _scheme(module, place)
-        return scheme.wanted(place.prefix + module, rows, columns, place.checkpoint)
+    def _matrices(
+        self, number: int, shape: ExpertShape, place: ExpertLocation
+    ) -> list[MatrixLocation]:
+        """Return the locations of the expert's gate, up and down."""
+        inner, hidden = shape.inner, shape.hidden
+        sides = {self.gate: (inner, hidden), self.up: (inner, hidden), self.down: (hidden, inner)}
+        return [
+            MatrixLocation(place.checkpoint, f"{place.prefix}{number}.{name}", *each)
+            for name, each in sides.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +192,5 @@ class InterleavedExperts:
         return StoredExpert(joined([gate, up]), matrix(_DOWN), gate_up_bias, down_bias)
 
 
-def _scheme(module: str, place: ExpertLocation) -> Scheme:
-    return storing(place.scheme, place.prefix + module, place.checkpoint)
-
-
-def _matrix(module: str, rows: int, columns: int, place: ExpertLocation) -> Matrix:
-    name = place.prefix + module
-    return _scheme(module, place).matrix(name, rows, columns, place.checkpoint)
+def _scheme(at: MatrixLocation, place: ExpertLocation) -> Scheme:
+    return storing(place.scheme, at.module, at.checkpoint)

@@ -7,10 +7,10 @@ Formats: `fp8` of DeepSeek, Qwen and vLLM's quantisers, `fbgemm_fp8` of Meta, an
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
+from engine.models.checkpoint import FLOATS, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import MatrixLocation, Scheme
 from kernels.quantised import QuantFormat
 
 
@@ -23,6 +23,7 @@ class Fp8(Scheme):
     """
 
     block: tuple[int, int] | None
+    ignored = frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
 
     @property
     def name(self) -> str:
@@ -32,35 +33,29 @@ class Fp8(Scheme):
     def format(self) -> QuantFormat:
         return QuantFormat("fp8", 0 if self.block is None else self.block[1])
 
-    @property
-    def ignored(self) -> frozenset[str]:
-        return frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
-
-    def wanted(
-        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, TensorRequest]:
+    def wanted(self, at: MatrixLocation) -> Mapping[str, TensorRequest]:
+        rows, columns = at.rows, at.columns
         if self.block is None:
             shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), ())
         else:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         return {
-            f"{module}.weight": TensorRequest((rows, columns), dtypes=("F8_E4M3",)),
-            self._scale(module, checkpoint): TensorRequest(shapes[0], FLOATS, shapes[1:]),
+            "weight": TensorRequest((rows, columns), dtypes=("F8_E4M3",)),
+            _scale(at): TensorRequest(shapes[0], FLOATS, shapes[1:]),
         }
 
-    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        numbers = checkpoint.read(f"{module}.weight")
-        scales = checkpoint.read(self._scale(module, checkpoint)).float()
+    def matrix(self, at: MatrixLocation) -> Matrix:
+        scales = at.read(_scale(at)).float()
         if self.block is None:
-            scales = scales.reshape(-1, 1).expand(rows, 1).contiguous()
+            scales = scales.reshape(-1, 1).expand(at.rows, 1).contiguous()
         else:
-            scales = scales.repeat_interleave(self.block[0], 0)[:rows]
-        return Matrix(numbers, self.format, scales)
+            scales = scales.repeat_interleave(self.block[0], 0)[: at.rows]
+        return Matrix(at.read("weight"), self.format, scales)
 
-    @staticmethod
-    def _scale(module: str, checkpoint: Checkpoint) -> str:
-        inverse = f"{module}.weight_scale_inv"  # the multiplier, despite its name
-        return inverse if inverse in checkpoint.tensors else f"{module}.weight_scale"
+
+def _scale(at: MatrixLocation) -> str:
+    inverse = "weight_scale_inv"  # the multiplier, despite its name
+    return inverse if at.has(inverse) else "weight_scale"
 
 
 def fp8(config: Fields) -> Fp8:

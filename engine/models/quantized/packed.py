@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import MatrixLocation, Scheme
 from kernels.quantised import QuantFormat
 
 BITS = (4, 8)  # sizes that do not cross bytes
@@ -48,7 +48,7 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
     return wide.mul_(scale.float()[:, groups.long()])
 
 
-def as_stored(
+def packed_matrix(
     numbers: Tensor, scale: Tensor, zero: Tensor, form: QuantFormat | None, groups: Tensor | None
 ) -> Matrix:
     """Return integers as they are if a format is given, otherwise as floats.
@@ -73,19 +73,6 @@ def as_stored(
     return Matrix(numbers, form, scale.float().contiguous(), zeros, order)
 
 
-def group_size(size: int, columns: int, module: str) -> int:
-    """Return the number of inputs per group. A size of -1 means one group of all inputs.
-
-    Raises:
-        ConfigError: the number of inputs is not a multiple of the group size.
-    """
-    if size == -1:
-        return columns
-    if columns % size:
-        raise ConfigError(f"{module}: {columns} inputs do not divide into groups of {size}")
-    return size
-
-
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
     """Each word has the numbers of eight inputs, in groups of inputs that may be in any order.
@@ -100,6 +87,7 @@ class Gptq(Scheme):
     group: int
     zeros_less_one: bool
     reordered: bool
+    numbers = ".qweight"
 
     @property
     def name(self) -> str:
@@ -109,44 +97,37 @@ class Gptq(Scheme):
     def format(self) -> QuantFormat | None:
         return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
 
-    @property
-    def numbers(self) -> str:
-        return ".qweight"
-
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         words, rows = checkpoint.matrix_shape(f"{module}.qweight")
         return rows, words * (32 // self.bits)
 
-    def wanted(
-        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, TensorRequest]:
-        words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
+    def wanted(self, at: MatrixLocation) -> Mapping[str, TensorRequest]:
+        words, groups = 32 // self.bits, at.groups(self.group)
         tensors = {
-            f"{module}.qweight": TensorRequest((columns // words, rows), dtypes=("I32",)),
-            f"{module}.qzeros": TensorRequest((groups, rows // words), dtypes=("I32",)),
-            f"{module}.scales": TensorRequest((groups, rows), dtypes=FLOATS),
+            "qweight": TensorRequest((at.columns // words, at.rows), dtypes=("I32",)),
+            "qzeros": TensorRequest((groups, at.rows // words), dtypes=("I32",)),
+            "scales": TensorRequest((groups, at.rows), dtypes=FLOATS),
         }
-        order = f"{module}.g_idx"
-        return tensors | (
-            {order: TensorRequest((columns,), ("I32",))} if order in checkpoint.tensors else {}
-        )
+        if at.has("g_idx"):
+            tensors["g_idx"] = TensorRequest((at.columns,), ("I32",))
+        return tensors
 
-    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        numbers = unpacked(checkpoint.read(f"{module}.qweight").t(), self.bits)
-        zeros = unpacked(checkpoint.read(f"{module}.qzeros"), self.bits).t()
+    def matrix(self, at: MatrixLocation) -> Matrix:
+        numbers = unpacked(at.read("qweight").t(), self.bits)
+        zeros = unpacked(at.read("qzeros"), self.bits).t()
         if self.zeros_less_one:  # zero point 0 is stored as the largest number
             zeros = (zeros + 1) & (2**self.bits - 1)
-        scales = checkpoint.read(f"{module}.scales").t()
-        groups = self._groups(module, columns, checkpoint)
-        return as_stored(numbers, scales, zeros, self.format, groups)
+        return packed_matrix(
+            numbers, at.read("scales").t(), zeros, self.format, self._input_groups(at)
+        )
 
-    def _groups(self, module: str, columns: int, checkpoint: Checkpoint) -> Tensor | None:
+    def _input_groups(self, at: MatrixLocation) -> Tensor | None:
         """Return the group of each input. None: groups are consecutive."""
-        if f"{module}.g_idx" not in checkpoint.tensors:
+        if not at.has("g_idx"):
             return None
-        groups = checkpoint.read(f"{module}.g_idx")
-        size = group_size(self.group, columns, module)
-        consecutive = torch.arange(columns, dtype=torch.int32) // size
+        size = at.columns // at.groups(self.group)
+        consecutive = torch.arange(at.columns, dtype=torch.int32) // size
+        groups = at.read("g_idx")
         return None if torch.equal(groups, consecutive) else groups
 
 
@@ -172,6 +153,7 @@ class Awq(Scheme):
     """Each word has the numbers of eight outputs, in a special order."""
 
     group: int
+    numbers = ".qweight"
 
     @property
     def name(self) -> str:
@@ -181,29 +163,21 @@ class Awq(Scheme):
     def format(self) -> QuantFormat:
         return QuantFormat("int4", max(self.group, 0))
 
-    @property
-    def numbers(self) -> str:
-        return ".qweight"
-
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         columns, words = checkpoint.matrix_shape(f"{module}.qweight")
         return words * _AWQ_WORDS, columns
 
-    def wanted(
-        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, TensorRequest]:
-        groups = columns // group_size(self.group, columns, module)
+    def wanted(self, at: MatrixLocation) -> Mapping[str, TensorRequest]:
+        words, groups = at.rows // _AWQ_WORDS, at.groups(self.group)
         return {
-            f"{module}.qweight": TensorRequest((columns, rows // _AWQ_WORDS), dtypes=("I32",)),
-            f"{module}.qzeros": TensorRequest((groups, rows // _AWQ_WORDS), dtypes=("I32",)),
-            f"{module}.scales": TensorRequest((groups, rows), dtypes=FLOATS),
+            "qweight": TensorRequest((at.columns, words), dtypes=("I32",)),
+            "qzeros": TensorRequest((groups, words), dtypes=("I32",)),
+            "scales": TensorRequest((groups, at.rows), dtypes=FLOATS),
         }
 
-    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        numbers = _awq_numbers(checkpoint.read(f"{module}.qweight")).t()
-        zeros = _awq_numbers(checkpoint.read(f"{module}.qzeros")).t()
-        scales = checkpoint.read(f"{module}.scales").t()
-        return as_stored(numbers, scales, zeros, self.format, None)
+    def matrix(self, at: MatrixLocation) -> Matrix:
+        numbers, zeros = (_awq_numbers(at.read(name)).t() for name in ("qweight", "qzeros"))
+        return packed_matrix(numbers, at.read("scales").t(), zeros, self.format, None)
 
 
 def _awq_numbers(words: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config import Quantize
 from common.errors import ConfigError
 from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint
@@ -22,9 +21,10 @@ from engine.models.linear import form_of
 from engine.models.linear.dense import DenseForm
 from engine.models.quantized import scheme_of
 from engine.models.quantized.protocol import Scheme
-from engine.models.spec import ModelSpec
+from engine.models.refill import drain, found, refill
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep, PagedLayer, attach
-from engine.models.transformers_backend.held import drain_modules, hold, refill_modules, tensors_of
+from engine.models.transformers_backend.held import hold, parts_of
 from engine.models.transformers_backend.loading import read_model
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.parts import connect
@@ -35,7 +35,7 @@ from engine.models.transformers_backend.skeleton import (
     products,
     skeleton,
 )
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
 
 # Fields of a configuration that do not affect KV.
@@ -69,10 +69,8 @@ class TransformersCheckpoint:
     def stored(self) -> Iterable[str]:
         return Checkpoint(self._directory).tensors
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> int:
-        part, form = self._part(share), form_of(device, dtype, quantize)
+    def weight_bytes(self, target: LoadTarget) -> int:
+        part, form, dtype = self._part(target.share), form_of(target), target.dtype
         model, tied = part.model, part.plan.tied
         # Tied weights are counted once.
         named = model.named_parameters(remove_duplicate=False)
@@ -86,46 +84,42 @@ class TransformersCheckpoint:
                 num_bytes += form.num_bytes(outputs, inputs) - outputs * inputs * dtype.itemsize
         return num_bytes
 
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> TransformersModel:
-        part, form = self._part(share), form_of(device, dtype, quantize)
-        model = read_model(self._directory, self._scheme, part, share, device, dtype)
+    def load(self, target: LoadTarget) -> TransformersModel:
+        part, form, group = self._part(target.share), form_of(target), target.share.group
+        model = read_model(self._directory, self._scheme, part, target)
         step = CurrentStep()
         for layer in part.attending:
             paged = PagedLayer(step, part.place(layer), layer.stores, layer.window)
             attach(model.get_submodule(layer.module), paged)
         if not isinstance(form, DenseForm):  # the class already has dense matrices
             hold(model, form)
-        if share.group is not None:
-            connect(model, part.plan, share.group)
-        return TransformersModel(self.spec, model, step, device, part.first_position)
+        if group is not None:
+            connect(model, part.plan, group)
+        return TransformersModel(self.spec, model, step, target, part.first_position)
 
-    def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
+    def refill(self, model: object) -> None:
         if not isinstance(model, TransformersModel):
             raise ConfigError(
                 f"{self._directory}: the running model does not use the Transformers library"
             )
-        fresh = self.load(model.device, model.dtype, quantize, share)
-        refill_modules(model.modules, fresh.modules)
+        fresh = self.load(model.target)
+        refill(parts_of(model.modules), parts_of(fresh.modules))
         del fresh
         trim()
 
-    def move_experts(
-        self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
-    ) -> None:
+    def move_experts(self, model: object, moves: Mapping[str, LayerSlots]) -> None:
         raise ConfigError(
             f"{self._directory}: experts of the Transformers library cannot be moved between ranks"
         )
 
     def drain(self, model: object) -> None:
         assert isinstance(model, TransformersModel)
-        drain_modules(model.modules)
+        drain(parts_of(model.modules))
         trim()
 
     def tensors(self, model: object) -> Iterable[Tensor]:
         assert isinstance(model, TransformersModel)
-        return tensors_of(model.modules)
+        return found(Tensor, parts_of(model.modules))
 
     def _part(self, share: Share) -> MetaModel:
         """Return the class as a rank has it. Raise ConfigError as `part_of` does."""

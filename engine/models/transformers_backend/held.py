@@ -4,17 +4,15 @@ Only modules that multiply by a matrix and add a bias are converted. Stacked exp
 that a class multiplies in its own code, stay as they were loaded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.errors import EngineFault
 from common.process.resources import trim
 from engine.models.linear import Form, Linear, Matrix
-from engine.models.refill import drain, found, refill
 from engine.models.transformers_backend.skeleton import products
 
 
@@ -60,31 +58,13 @@ def hold(model: PreTrainedModel, form: Form) -> None:
         trim()
 
 
-def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
-    """Copy all tensors of modules of the same classes into `present`. Raise EngineFault as `refill`
-    does."""
-    here, there = list(_places(present)), list(_places(fresh))
-    if len(here) != len(there):
-        raise EngineFault("the structure of the new weights differs")
-    for pair in zip(here, there, strict=True):
-        refill(*pair)
-
-
-def drain_modules(present: Sequence[nn.Module]) -> None:
-    """Return the memory of all tensors to the operating system, until `refill_modules`."""
-    for place in _places(present):
-        drain(place)
-
-
-def tensors_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield all tensors that `refill_modules` fills."""
-    return found(Tensor, list(_places(modules)))
-
-
-def _places(modules: Sequence[nn.Module]) -> Iterator[object]:
-    """Yield the objects that hold numbers: the class's own tensors, and converted products."""
+def parts_of(modules: Sequence[nn.Module]) -> list[object]:
+    """Return the objects that hold numbers, as arguments of `refill`: the class's own tensors, and
+    converted products."""
+    parts: list[object] = []
     for module in chain.from_iterable(each.modules() for each in modules):
-        yield from module.parameters(recurse=False)
-        yield from module.buffers(recurse=False)
+        parts += module.parameters(recurse=False)
+        parts += module.buffers(recurse=False)
         if isinstance(module, WeightHolder):
-            yield module.linear
+            parts.append(module.linear)
+    return parts

@@ -12,18 +12,17 @@ from functools import partial
 from pathlib import Path
 from types import EllipsisType
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from engine.models.checkpoint import Checkpoint, TensorRequest
-from engine.models.quantized.protocol import Scheme
+from engine.models.quantized.protocol import MatrixLocation, Scheme, wanted_by
+from engine.models.spec import LoadTarget
 from engine.models.transformers_backend.attention import NAME
 from engine.models.transformers_backend.parts import cut_tied, cutting, loaded
 from engine.models.transformers_backend.skeleton import MetaModel, config_of
-from engine.ranks import Share
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +48,9 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     for name in checkpoint.tensors:
         module = name.removesuffix(scheme.numbers)
         if module != name and not checkpoint.has_floats(f"{module}.weight"):
-            rows, columns = scheme.shape(module, checkpoint)
-            wanted |= scheme.wanted(module, rows, columns, checkpoint)
-            read = partial(_matrix, scheme, module, rows, columns, checkpoint)
-            matrices[f"{module}.weight"] = Unread(read)
+            at = MatrixLocation(checkpoint, module, *scheme.shape(module, checkpoint))
+            wanted |= wanted_by(scheme, at)
+            matrices[f"{module}.weight"] = Unread(partial(_floats, scheme, at))
     ignored = tuple(scheme.ignored)
     whole = [n for n in checkpoint.tensors if n not in wanted and not n.endswith(ignored)]
     for name in whole:
@@ -62,17 +60,12 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     return matrices | {name: Unread(partial(checkpoint.read, name)) for name in whole}
 
 
-def _matrix(scheme: Scheme, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Tensor:
-    return scheme.matrix(module, rows, columns, checkpoint).floats()
+def _floats(scheme: Scheme, at: MatrixLocation) -> Tensor:
+    return scheme.matrix(at).floats()
 
 
 def read_model(
-    directory: Path,
-    scheme: Scheme,
-    skeleton: MetaModel,
-    share: Share,
-    device: torch.device,
-    dtype: torch.dtype,
+    directory: Path, scheme: Scheme, skeleton: MetaModel, target: LoadTarget
 ) -> PreTrainedModel:
     """Read a rank's part of a model. The ranks do not exchange anything yet.
 
@@ -81,23 +74,19 @@ def read_model(
     Raises:
         ConfigError: weights are missing or have unexpected shapes.
     """
-    kind, plan = type(skeleton.model), skeleton.plan
+    kind, plan, share = type(skeleton.model), skeleton.plan, target.share
     if share.size == 1:
-        return _from_files(directory, scheme, kind, device, dtype)
+        return _from_files(directory, scheme, kind, target)
     # transformers then reads each tensor when it needs it, instead of all of them in advance.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    model = _from_files(directory, scheme, cutting(kind, plan, share), device, dtype)
+    model = _from_files(directory, scheme, cutting(kind, plan, share), target)
     loaded(model, plan)
     cut_tied(model, plan, share)
     return model
 
 
 def _from_files(
-    directory: Path,
-    scheme: Scheme,
-    kind: type[PreTrainedModel],
-    device: torch.device,
-    dtype: torch.dtype,
+    directory: Path, scheme: Scheme, kind: type[PreTrainedModel], target: LoadTarget
 ) -> PreTrainedModel:
     tensors = as_floats(Checkpoint(directory), scheme)
     transformers.logging.set_verbosity_error()
@@ -107,9 +96,9 @@ def _from_files(
             None,
             config=config_of(directory),
             state_dict=tensors,
-            dtype=dtype,
+            dtype=target.dtype,
             attn_implementation=NAME,
-            device_map={"": device},
+            device_map={"": target.device},
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:

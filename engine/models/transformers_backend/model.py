@@ -14,7 +14,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.layer import AdaptedLinear, LateStates
 from engine.models.model import Model
-from engine.models.spec import ModelSpec
+from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep
 from engine.models.transformers_backend.row_by_row import RowByRow
 from engine.models.transformers_backend.skeleton import decoder_of
@@ -30,7 +30,7 @@ class TransformersModel(Model):
         spec: ModelSpec,
         model: PreTrainedModel,
         step: CurrentStep,
-        device: torch.device,
+        target: LoadTarget,
         first_position: int,
     ) -> None:
         """Split `model` into its parts. It must not be used directly afterwards.
@@ -38,7 +38,7 @@ class TransformersModel(Model):
         Args:
             first_position: position of the first token, in the class's numbering.
         """
-        super().__init__(spec, device, model.dtype)
+        super().__init__(spec, target)
         self._step = step
         self._first_position = first_position
         self._decoder = decoder_of(model)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ MAX_QUEUED = 4 * MAX_IMAGES  # limit of queued images
 _BATCH_BYTES = MAX_PIXEL_BYTES
 
 
+@dataclass(slots=True, eq=False)
 class QueuedImages:
     """Images of one request, which are encoded in one or more calls.
 
@@ -34,9 +36,8 @@ class QueuedImages:
         cancelled: whether images whose encoding has not begun can be skipped.
     """
 
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.cancelled = False
+    left: int
+    cancelled: bool = False
 
     @property
     def done(self) -> bool:

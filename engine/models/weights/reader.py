@@ -29,7 +29,7 @@ from engine.models.linear import (
     kept,
 )
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
-from engine.models.quantized.protocol import Scheme, storing
+from engine.models.quantized.protocol import MatrixLocation, Scheme, storing
 from engine.ranks import ExpertPart
 from kernels.layers.by_head import HeadMatrices
 
@@ -78,7 +78,7 @@ class ReadAhead:
             log.info("weights %s", kv(read=share, mib=self._read >> 20, of_mib=self._total >> 20))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TensorReader(BlockWeights):
     """Reads weights from a checkpoint."""
 
@@ -129,7 +129,8 @@ class TensorReader(BlockWeights):
 
     def _matrix(self, module: str, part: MatrixPart) -> Matrix:
         scheme = storing(self.scheme, module, self.checkpoint)
-        return self._cut(scheme.matrix(module, part.rows, part.columns, self.checkpoint), part)
+        at = MatrixLocation(self.checkpoint, module, part.rows, part.columns)
+        return self._cut(scheme.matrix(at), part)
 
     def _product(self, parts: Mapping[str, MatrixPart], biases: Sequence[Tensor]) -> Linear:
         bias = self._own(torch.cat([*biases])) if biases else None

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from common.config import Quantize
 from engine.models.blocks.placed_experts import PlacedExperts
 from engine.models.checkpoint import Checkpoint, OpenFiles, TensorRequest
 from engine.models.decoder import Decoder, DecoderSpec
-from engine.models.linear import Form, form_of
+from engine.models.linear import form_of
 from engine.models.refill import found, refill
+from engine.models.spec import LoadTarget
 from engine.models.weights.reader import ReadAhead, TensorReader
 from engine.models.weights.survey import survey
-from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 
 
@@ -31,39 +30,31 @@ class StoredDecoder:
     spec: DecoderSpec
 
     def stored(self) -> Mapping[str, TensorRequest]:
-        form = form_of(torch.device("cpu"), torch.float32, "none")
-        return survey(Checkpoint(self.directory), self.spec, form, torch.float32).stored
+        anywhere = LoadTarget(torch.device("cpu"), torch.float32)
+        return survey(Checkpoint(self.directory), self.spec, anywhere).stored
 
-    def weight_bytes(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> int:
-        form = self._form(device, dtype, quantize)
-        return survey(Checkpoint(self.directory), self.spec, form, dtype, share).num_bytes
+    def weight_bytes(self, target: LoadTarget) -> int:
+        return survey(Checkpoint(self.directory), self.spec, target).num_bytes
 
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> Decoder:
-        """Load a rank's part onto `device`. Only one matrix at a time is in memory twice."""
-        with self._reader(device, dtype, quantize, share) as reader:
+    def load(self, target: LoadTarget) -> Decoder:
+        """Load a rank's part. Only one matrix at a time is in memory twice."""
+        with self._reader(target) as reader:
             return self.spec.build(reader)
 
-    def refill(self, decoder: Decoder, quantize: Quantize, share: Share = WHOLE) -> None:
+    def refill(self, decoder: Decoder) -> None:
         """Replace the weights. See LoadableModel. Only one part at a time is in memory twice."""
-        with self._reader(decoder.device, decoder.dtype, quantize, share) as reader:
+        with self._reader(decoder.target) as reader:
             fresh = self.spec.parts(reader)
             for present in decoder.parts:
                 refill(present, next(fresh))
                 reader.products.clear()  # otherwise all weights would be in memory twice
 
-    def move_experts(
-        self, decoder: Decoder, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
-    ) -> None:
+    def move_experts(self, decoder: Decoder, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots of a rank, from the checkpoint of its current weights.
         See LoadableModel."""
-        placement = share.placement
+        placement = decoder.target.share.placement
         assert placement is not None
-        whole = self._reader(decoder.device, decoder.dtype, quantize, share, ahead=False)
-        with whole as reader:
+        with self._reader(decoder.target, ahead=False) as reader:
             for experts in placed_experts(decoder):
                 if (after := moves.get(experts.layer)) is not None:
                     before = placement.slots(experts.layer, experts.shape.count)
@@ -71,35 +62,17 @@ class StoredDecoder:
         placement.move(moves)
 
     @contextmanager
-    def _reader(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantize: Quantize,
-        share: Share,
-        *,
-        ahead: bool = True,
-    ) -> Iterator[TensorReader]:
+    def _reader(self, target: LoadTarget, *, ahead: bool = True) -> Iterator[TensorReader]:
         """Yield a reader of a rank's part. `ahead`: check all tensors, and read them ahead."""
-        checkpoint, form = Checkpoint(self.directory), self._form(device, dtype, quantize)
+        checkpoint, form = Checkpoint(self.directory), form_of(target, self.spec.model.format)
         with OpenFiles() as files:
             reads = None
             if ahead:
                 # The survey lists tensors in the order in which they are read.
-                needs = survey(checkpoint, self.spec, form, dtype, share)
+                needs = survey(checkpoint, self.spec, target)
                 tensors = {name: checkpoint.tensors[name] for name in needs.stored}
                 reads = ReadAhead(tensors, files).reads
-            yield TensorReader(
-                device=device,
-                dtype=dtype,
-                share=share,
-                checkpoint=checkpoint.watched(reads, files),
-                scheme=self.spec.stored,
-                form=form,
-            )
-
-    def _form(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Form:
-        return form_of(device, dtype, quantize, self.spec.model.format)
+            yield TensorReader(target, checkpoint.watched(reads, files), self.spec.stored, form)
 
 
 def placed_experts(decoder: Decoder) -> Sequence[PlacedExperts]:

@@ -17,12 +17,14 @@ from engine.models.linear import (
     MatrixPart,
     SlottedExperts,
     common_format,
+    form_of,
 )
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
-from engine.models.quantized.protocol import Scheme, storing
-from engine.ranks import WHOLE, ExpertPart, Share
+from engine.models.quantized.protocol import MatrixLocation, Scheme, storing, wanted_by
+from engine.models.spec import LoadTarget
+from engine.ranks import ExpertPart, Share
 from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices, packed_bytes
 
@@ -46,16 +48,19 @@ class TensorNeeds:
     has_experts: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TensorInventory(BlockWeights):
     """A source of weights whose tensors have no storage. It records the requested tensors, which
     are whole, and counts the bytes of the parts that a rank keeps."""
 
-    device: torch.device = _META
     checkpoint: Checkpoint
     scheme: Scheme
     form: Form
     needs: TensorNeeds = field(default_factory=TensorNeeds)
+
+    @property
+    def device(self) -> torch.device:
+        return _META
 
     def by_head(self, weights: Tensor) -> HeadMatrices:
         self.needs.num_bytes += packed_bytes(weights)
@@ -102,8 +107,8 @@ class TensorInventory(BlockWeights):
         return self._nothing(shape)
 
     def _matrix(self, module: str, part: MatrixPart) -> Matrix:
-        wanted = self._scheme(module).wanted(module, part.rows, part.columns, self.checkpoint)
-        self.needs.stored.update(wanted)
+        at = MatrixLocation(self.checkpoint, module, part.rows, part.columns)
+        self.needs.stored.update(wanted_by(self._scheme(module), at))
         return Matrix(self._nothing((part.num_outputs, len(part.inputs))))
 
     def _product(self, parts: Mapping[str, MatrixPart], biases: Sequence[Tensor]) -> Linear:
@@ -130,13 +135,7 @@ class TensorInventory(BlockWeights):
         return torch.empty(shape, dtype=self.dtype, device=_META)
 
 
-def survey(
-    checkpoint: Checkpoint,
-    spec: DecoderSpec,
-    form: Form,
-    dtype: torch.dtype,
-    share: Share = WHOLE,
-) -> TensorNeeds:
+def survey(checkpoint: Checkpoint, spec: DecoderSpec, target: LoadTarget) -> TensorNeeds:
     """Return the tensors that a rank's part of the decoder needs. The tensors of all stages are
     checked against `checkpoint`.
 
@@ -146,12 +145,12 @@ def survey(
     """
 
     def needs(share: Share) -> TensorNeeds:
-        source = TensorInventory(
-            checkpoint=checkpoint, scheme=spec.stored, form=form, dtype=dtype, share=share
-        )
+        part = replace(target, share=share)
+        source = TensorInventory(part, checkpoint, spec.stored, form)
         spec.build(source)
         return source.needs
 
+    form, share = form_of(target, spec.model.format), target.share
     part = needs(share)
     whole = part if share.stage is None else needs(replace(share, stage=None))
     ignored = _IGNORED | spec.stored.ignored

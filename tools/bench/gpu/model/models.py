@@ -10,6 +10,7 @@ import torch
 
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.families import read_decoder
+from engine.models.spec import LoadTarget
 from tools.bench.gpu.model.weights import RandomWeights
 
 _QWEN3: dict[str, Any] = {
@@ -94,7 +95,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[D
 
     An input embedding counts only if it is also the head.
     """
-    spec, source = spec_of(name), RandomWeights(device=device, dtype=dtype, drawn=dtype)
+    spec, source = spec_of(name), RandomWeights(LoadTarget(device, dtype), drawn=dtype)
     decoder = spec.build(source)
     embedding = (
         0

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models.decoder import Decoder
+from engine.models.spec import LoadTarget
 from kernels import device as kernel_device
 from kernels.linear_attention.state_cells import CellView
 from kernels.sampling.sample import sample
@@ -68,7 +69,7 @@ def forwards_by_kernels(setting: Setting, name: str) -> None:
 def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
     """Return a model with the same weights, stored in the dtype `held`."""
     torch.manual_seed(0)
-    source = RandomWeights(device=setting.device, dtype=held, drawn=setting.dtype)
+    source = RandomWeights(LoadTarget(setting.device, held), drawn=setting.dtype)
     return shallow(spec_of(name), LAYERS).build(source)
 
 
