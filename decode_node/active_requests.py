@@ -23,6 +23,7 @@ from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.state import DecodeState
 from engine.batch.limits import TokenBudget
 from engine.batch.request import FinishReason, Request, RequestEnd
+from kvtransfer.messages import SampledOutput
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 from node.request_state import Claim, Ending, as_request_end
@@ -285,17 +286,11 @@ class ActiveRequests:
         """Report the cached tokens. The router keeps only the first report."""
         self.outbox.begin(state.origin, state.request.cached_tokens)
 
-    def send_first_token(
-        self,
-        state: DecodeState,
-        token: int,
-        logprobs: Logprobs | None,
-        prompt_logprobs: Logprobs | None,
-    ) -> None:
+    def send_first_token(self, state: DecodeState, output: SampledOutput) -> None:
         self.report_cached_tokens(state)
-        self.send_tokens(state, (token,), logprobs)
-        if prompt_logprobs is not None:
-            self.outbox.prompt_logprobs(state.origin, prompt_logprobs)
+        self.send_tokens(state, (output.token,), output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.outbox.prompt_logprobs(state.origin, output.prompt_logprobs)
 
     def send_tokens(
         self, state: DecodeState, tokens: Sequence[int], logprobs: Logprobs | None

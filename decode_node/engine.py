@@ -27,7 +27,7 @@ from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.active_requests import ActiveRequests, DecodeCounters, TokenOutbox
 from decode_node.admission import PrefixLocations, RequestAdmission
 from decode_node.canary import STREAM, Canary
-from decode_node.handoffs import FailedHandoff, HandoffLimits, IncomingHandoffs
+from decode_node.handoffs import FailedHandoff, IncomingHandoffs
 from decode_node.outgoing_migrations import OutgoingMigrations
 from decode_node.placement import PrefillPlacement
 from decode_node.queues import DecodeQueues, PausedQueue, PrefixFetchQueue, UnpairedQueue
@@ -414,11 +414,9 @@ def _make_handoffs(
             page_bytes=engine.page_bytes,
         ),
         active=active,
-        limits=HandoffLimits(
-            runtime.instance,
-            engine.core.limits.vocabulary_size,
-            config.max_inflight_pages or engine.core.pages.num_pages // 2,
-        ),
+        instance=runtime.instance,
+        vocabulary_size=engine.core.limits.vocabulary_size,
+        max_granted_pages=config.max_inflight_pages or engine.core.pages.num_pages // 2,
     )
 
 

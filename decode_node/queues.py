@@ -340,7 +340,7 @@ class TransferQueue(AttemptQueue):
     def is_arriving(self) -> bool:
         """Return whether a migrating request has stopped at its source and is not completed."""
         attempts = (state.attempt for state in self._migrating.values())
-        return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
+        return any(attempt.output is not None and not attempt.held for attempt in attempts)
 
     def ready(self) -> list[DecodeState]:
         """Return the requests whose KV has arrived, in order of completion."""
@@ -354,7 +354,7 @@ class TransferQueue(AttemptQueue):
         if not self._states:
             return math.inf
         attempts = (state.attempt for state in self._states.values())
-        unready = (each.reserved for each in attempts if each.first_token is None)
+        unready = (each.reserved for each in attempts if each.output is None)
         return most - sum(len(each.holding.flat()) for each in unready)
 
 

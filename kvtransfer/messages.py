@@ -188,6 +188,24 @@ class HandoffAdmitted(PairRecord, frozen=True, tag=True):
     queued_tokens: int
 
 
+class SampledOutput(msgspec.Struct, frozen=True):
+    """The output of a hand-off whose kind samples. It comes with the last range.
+
+    Attributes:
+        token: the first token. Of a running request, the newest one, which has no KV.
+        token_ids: of a running request, the tokens with KV from the end of Open's tokens on.
+        times: of a prompt, as its producer measured them.
+        logprobs: of the last tokens, up to `token`, if requested.
+        prompt_logprobs: of the prompt from the first requested token on.
+    """
+
+    token: int
+    token_ids: tuple[int, ...] = ()
+    times: PrefillTimes | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
 class PagesReady(PairRecord, frozen=True, tag=True):
     """A token range [start, end) whose KV in `pages` of the producer is final and readable.
     `PageTables.spans` defines the pages of a range and their order.
@@ -198,16 +216,9 @@ class PagesReady(PairRecord, frozen=True, tag=True):
     end: int
     pages: tuple[int, ...]
     last: bool
-    first_token: int | None  # set if and only if last, and the kind samples
-    times: PrefillTimes | None = None  # with last
-    logprobs: Logprobs | None = None  # of the first token, if requested
-    # With last: logprobs of the prompt from the first requested token on.
-    prompt_logprobs: Logprobs | None = None
+    output: SampledOutput | None  # set if and only if last, and the kind samples
     # (index in `pages`, checksum) of sampled pages, in order.
     sums: tuple[tuple[int, int], ...] = ()
-    # LIVE: the tokens with KV from the end of Open's tokens on. first_token is the newest token,
-    # which has no KV. logprobs are of the last len(token_ids) tokens, including first_token.
-    token_ids: tuple[int, ...] = ()
 
 
 class ReadsDone(PairRecord, frozen=True, tag=True):

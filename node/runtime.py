@@ -35,10 +35,10 @@ from engine.profiler import Profiler
 from engine.ranks.lockstep import ShutdownStage
 from engine.runner.forwards import Forwards
 from kvtransfer import data_paths
-from kvtransfer.backends.base import PagePool, TransferBackend
+from kvtransfer.backends.base import PagePool, PoolRegion, TransferBackend
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.pairing import PairHello, PoolRegion, region_of
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import NodeCommand, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.node_paths import start_ranks
@@ -136,7 +136,7 @@ class NodeRuntime:
     instance: int  # instance id by which peers identify this node's hand-offs
     channel: FrontendChannel
     clock: StepClock
-    transfer: TransferThread[NodeCommand, NodeEvent]
+    transfer: TransferThread[NodeCommand]
     control: EngineControl
     weights: WeightSharing
     sharing: PrefixSharing
@@ -289,7 +289,7 @@ def _make_transfer(
     paths: TransferPaths,
     regions: tuple[PoolRegion, ...],
     reads: ReadMetrics,
-) -> TransferThread[NodeCommand, NodeEvent]:
+) -> TransferThread[NodeCommand]:
     steps, shape = start.config.engine.scheduler, engine.shape
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     hello = PairHello.of(
@@ -324,7 +324,7 @@ def _serve_pages(
     backends: Mapping[str, TransferBackend],
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
     """Serve the pages of all ranks. Returns the paths of this node, and its pages by rank."""
-    config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
+    config, share, region = start.config.transfer, engine.loaded.share, pool.region
     own = paths_of_rank(
         share.node_rank,
         share.node,
@@ -378,7 +378,7 @@ def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
 
 
 def _make_weights(
-    engine: Engine, start: EngineStart[C], transfer: TransferThread[NodeCommand, NodeEvent]
+    engine: Engine, start: EngineStart[C], transfer: TransferThread[NodeCommand]
 ) -> WeightSharing:
     return WeightSharing(
         engine.weights,

@@ -24,7 +24,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import ChunkDone
-from kvtransfer.messages import Live, Prompt
+from kvtransfer.messages import Live, Prompt, SampledOutput
 from kvtransfer.ports import (
     AdmittedCommand,
     ClosedEvent,
@@ -270,7 +270,13 @@ class OutgoingHandoffs:
         self._queues.inflight.put(state)
         state.claims.release(Claim.ADAPTER)
         state.timings.done = time.monotonic()
-        self._publish(state, chunk.end, chunk)
+        output = SampledOutput(
+            chunk.first_token,
+            times=state.timings.times(),
+            logprobs=chunk.logprobs,
+            prompt_logprobs=chunk.prompt_logprobs,
+        )
+        self._publish(state, chunk.end, output)
 
     def closed(self, event: ClosedEvent) -> None:
         """Remove a hand-off that is completed, cancelled or failed."""
@@ -307,13 +313,13 @@ class OutgoingHandoffs:
             _stop(state, reason)
         return len(doomed)
 
-    def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
+    def _publish(self, state: PrefillState, end: int, output: SampledOutput | None = None) -> None:
         """Publish the tokens [state.published, end), page-aligned unless it is the last range.
 
         Nothing is published while `end` is inside the prefix that the consumer already has. The
         last range carries the first token, so it is published even if it is empty.
         """
-        start, last = state.published, last_chunk is not None
+        start, last = state.published, output is not None
         if end <= start and not last:
             return
         if last and start == state.prefix_tokens:  # the only range has all exported pages
@@ -323,19 +329,7 @@ class OutgoingHandoffs:
             num_tokens = len(state.request.token_ids)
             spans = self._tables.spans(num_tokens, state.prefix_tokens, start, end, last=last)
             pages = state.holding.pages_of(spans)
-        self._port.post(
-            PublishCommand(
-                state.key,
-                start=start,
-                end=end,
-                pages=pages,
-                last=last,
-                first_token=last_chunk.first_token if last_chunk else None,
-                times=state.timings.times() if last else None,
-                logprobs=last_chunk.logprobs if last_chunk else None,
-                prompt_logprobs=last_chunk.prompt_logprobs if last_chunk else None,
-            )
-        )
+        self._port.post(PublishCommand(state.key, start, end, pages, last, output))
         state.published = end
 
     def _whole_pages(self, num_tokens: int) -> int:

@@ -36,18 +36,17 @@ from common.logs import Throttle, ThrottledLog
 from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
 from common.rpc.streams import OutgoingStream, StreamStatus, heard
 from kvtransfer.frontend_messages import (
+    EndStream,
     EngineHeartbeat,
     LocalHello,
     PairClosed,
-    PairEnd,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
-    PairSend,
-    PeerHello,
+    SendMessage,
 )
-from kvtransfer.messages import AnyMessage, HandoffFailed
+from kvtransfer.messages import HandoffFailed
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
@@ -99,14 +98,10 @@ class PairStream:
         Raises:
             ProtocolViolation: the message is not allowed on this stream.
         """
-        await self._forward(PairMessage(self.number, parsed(message)))
-
-
-def parsed(message: Outward) -> AnyMessage:
-    record = codec.parse(message)
-    if isinstance(record, PairHello):
-        raise ProtocolViolation("a second Hello on a pair stream")
-    return record
+        record = codec.parse(message)
+        if isinstance(record, PairHello):
+            raise ProtocolViolation("a second Hello on a pair stream")
+        await self._forward(PairMessage(self.number, record))
 
 
 def _ignored(now: float, late_s: float) -> None: ...
@@ -214,11 +209,11 @@ class PairStreams:
                 self._hello.set_result(hello)
                 self._said_otherwise.set()
                 self._said_otherwise = asyncio.Event()
-            case PeerHello(stream=number, hello=said) | PairSend(stream=number, message=said):
+            case SendMessage(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:
                     stream.outgoing.put(codec.to_proto(said, as_consumer=stream.as_consumer))
-            case PairEnd(stream=number, reason=reason, refused=refused):
+            case EndStream(stream=number, reason=reason, refused=refused):
                 stream = self._streams.get(number)
                 if stream is not None:
                     stream.outgoing.end((ProtocolViolation if refused else NodeUnavailable)(reason))

@@ -6,9 +6,10 @@ A node with one rank uses these directly. With several ranks, node_paths.py join
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
+
+import msgspec
 
 from common.config import TransferConfig
 from common.copy_map import NodeShape, Slice
@@ -22,7 +23,6 @@ from kvtransfer.backends.base import (
     PagePool,
     PageProducer,
     PublishedPages,
-    RemotePool,
     TableSlices,
     TransferBackend,
     check_pool,
@@ -126,7 +126,7 @@ class RankLinks:
 
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
-            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
+            check_pool(region)
         if hello.shape == self._node:
             return  # `compare` has found equal pages
         for rank, pages in enumerate(self._pages_by_rank(hello.shape)):
@@ -171,7 +171,7 @@ class RankLinks:
         def named(event: LinkEvent) -> None:
             if isinstance(event, LinkUp):
                 member = LinkMember(self._rank, producer, event.path, event.gib_per_s)
-                event = replace(event, members=(member,))
+                event = msgspec.structs.replace(event, members=(member,))
             notify(event)
 
         return Link(
@@ -191,8 +191,7 @@ class RankLinks:
         path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
         if path is None:
             raise TransferError("the producer offers no data path that this node can use")
-        region = hello.regions[producer]
-        remote = RemotePool(region.base, region.page_bytes, region.num_pages)
+        remote = hello.regions[producer]
         return self._backends[backend].connect(path.description, remote, self._pool, slices)
 
     def _take_memory(self, page: int) -> None:

@@ -190,7 +190,7 @@ class PrefixExports:
             self._tiers.used(tokens[:end], namespace)
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self.exported[serial] = exported
-        self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))
+        self._port.post(PublishCommand(serial, prefix, end, exported, last=True))
 
     def closed(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)

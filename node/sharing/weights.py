@@ -129,7 +129,7 @@ class WeightExports:
             return
         num_pages = export.filling.result()
         pages = self.pages[serial][:num_pages]
-        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
+        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True))
 
     def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
         self._port.post(FailCommand(serial, reason, retryable))

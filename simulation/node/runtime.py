@@ -15,9 +15,10 @@ from engine.kv_cache.kv_events import CacheEvents
 from engine.loop.loop import EventLoop
 from engine.loop.step_clock import Lateness, StepClock
 from engine.offload.cache_tiers import tier_gauges
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.pairing import PairHello, PoolRegion
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import NodeCommand, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
@@ -46,12 +47,12 @@ class TransferDriver:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transfer: Transfer[NodeCommand, NodeEvent]
+        self._transfer: Transfer[NodeCommand]
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._is_next = False  # the next turn is scheduled
         self._ended = False
 
-    def start(self, transfer: Transfer[NodeCommand, NodeEvent]) -> None:
+    def start(self, transfer: Transfer[NodeCommand]) -> None:
         self._transfer = transfer
         transfer.open()
         self._loop.add_reader(transfer.fileno(), self.wake)
@@ -105,7 +106,7 @@ class SimRuntime:
     sharing: PrefixSharing
     config: NodeConfig
     clock: StepClock
-    transfer: Transfer[NodeCommand, NodeEvent]
+    transfer: Transfer[NodeCommand]
     driver: TransferDriver
 
     @classmethod
@@ -122,7 +123,7 @@ class SimRuntime:
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
         reads, driver, tiers = ReadMetrics(), TransferDriver(), parts.core.tiers
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
-        transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
+        transfer: Transfer[NodeCommand] = Transfer(
             frames,
             _sides(parts, start, config, reads, wire_to),
             wake=driver.wake,
@@ -201,7 +202,7 @@ def _prepare(role: str) -> None:
 
 def _sides(
     parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics, wire_to: WireTo
-) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
+) -> Callable[[EventOutlet, Callable[[], None]], TransferSides]:
     pool, num_pages = parts.pool.pages, parts.core.limits.num_pages
     region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
     state_pages = parts.core.shape.tables.state_pages

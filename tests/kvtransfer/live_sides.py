@@ -30,7 +30,7 @@ from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
 from engine.scheduler.slot_owners import PausedRequest
-from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, Source
+from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, SampledOutput, Source
 from kvtransfer.ports import (
     ClosedEvent,
     FailedEvent,
@@ -563,7 +563,7 @@ class TargetSide(SimulatedConsumer):
 
     def _take(self, event: Any) -> None:
         match event:
-            case FirstTokenEvent(id, token, token_ids=token_ids):
+            case FirstTokenEvent(id, SampledOutput(token, token_ids)):
                 r = self._current(id)
                 if r is not None:
                     known = self.live.known - 1

@@ -105,7 +105,7 @@ def test_reads_are_done_in_order_and_land(rig):
     link = rig.link()
     link.post(handoff(1), pages(ALL[:10], ALL[20:30]))  # legal before it is up
     up = rig.next(LinkUp)
-    assert up.link is link and up.path == "loopback" and up.gib_per_s > 0
+    assert up.path == "loopback" and up.gib_per_s > 0
     link.post(handoff(2), pages(ALL[10:14], ALL[:4]))
     link.post(handoff(1), pages(ALL[30:], ALL[30:]))
     ended = [rig.next(ReadEnded) for _ in range(3)]
@@ -309,7 +309,7 @@ def test_a_link_that_cannot_connect_tells_why(rig):
     rig.producer.end()
     link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
     closed = rig.next(LinkClosed)
-    assert "no producer" in closed.reason and closed.link is link
+    assert "no producer" in closed.reason
     with pytest.raises(TransferError, match="no producer"):
         link.post(handoff(1), pages(ALL, ALL))
 
@@ -364,7 +364,7 @@ def test_two_links_to_one_producer_do_not_disturb_each_other(rig):
     for _ in range(2):
         rig.next(LinkUp)
     first.close("no longer needed")
-    assert rig.next(LinkClosed).link is first
+    assert rig.next(LinkClosed).reason == "no longer needed"
     second.post(handoff(1), pages(ALL, ALL))
-    assert rig.next(ReadEnded).link is second
+    assert rig.next(ReadEnded).handoff == handoff(1)
     assert (rig.memory.pages == rig.producer.content).all()

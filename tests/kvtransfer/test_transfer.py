@@ -18,7 +18,7 @@ from common.errors import EngineFault, TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
-from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, prepared
+from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, PoolRegion, prepared
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
@@ -30,8 +30,9 @@ from kvtransfer.messages import (
     PagesReleased,
     Prompt,
     ReadsDone,
+    SampledOutput,
 )
-from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
+from kvtransfer.pairing import PROTOCOL_VERSION, PairHello
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -69,13 +70,19 @@ OTHER = HandoffId(CONSUMER, 2, 1)
 E = TypeVar("E")
 
 
+class _ProducerAlone(ProducerSide):
+    """A side without a consumer, which alone has something to do at the start."""
+
+    def start(self) -> None: ...
+
+
 class Engine:
     """The engine thread of one node: posts commands and waits for events, in order."""
 
     def __init__(self) -> None:
         self.wake = threading.Semaphore(0)
         self.late_s = 0.0
-        self.transfer: TransferThread[Any, Any]
+        self.transfer: TransferThread[Any]
         self._events: list[Any] = []
 
     def next(self, kind: type[E]) -> E:
@@ -122,7 +129,7 @@ class Rig:
         )
         self.producer.transfer = TransferThread(
             self.pump.join(as_consumer=False),
-            lambda outlet, wake: ProducerSide(
+            lambda outlet, wake: _ProducerAlone(
                 ProducerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(PRODUCER, self.source.pool),
                 RankOffers(0, lambda: self.producers),
@@ -167,7 +174,7 @@ class Rig:
 
     def publish_last(self, id: HandoffId = ID) -> None:
         self.producer.post(
-            PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42)
+            PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, SampledOutput(42))
         )
 
     def begin(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:

@@ -121,9 +121,7 @@ class LenderSide(SimulatedProducer):
         for place, page in enumerate(pages):
             self.cells[page] = ("piece", loan.first + place)
         self.prompts[serial] = loan._replace(last_sent=True)
-        return PublishCommand(
-            serial, 0, num_pieces, np.array(pages, np.int32), last=True, first_token=None
-        )
+        return PublishCommand(serial, 0, num_pieces, np.array(pages, np.int32), last=True)
 
     def _admit(self) -> list[Output]:
         return []  # whoever finds no pages is refused

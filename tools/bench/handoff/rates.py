@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.backends.base import BackendConnection, Ints, PagePool, RemotePool, TransferBackend
+from kvtransfer.backends.base import BackendConnection, Ints, PagePool, PoolRegion, TransferBackend
 from kvtransfer.backends.nixl.agent import load
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import HOST
@@ -157,7 +157,7 @@ class _Pages:
         self.pages[:] = 1  # causes the page faults before the measurement
         num_pages = max(plan.counts)
         self.pool = PagePool(self.pages.ctypes.data, plan.page_bytes, num_pages, "cpu")
-        self.remote = RemotePool(self.pool.base, plan.page_bytes, num_pages)
+        self.remote = PoolRegion(self.pool.base, plan.page_bytes, num_pages)
 
 
 def _content(plan: Plan) -> NDArray[np.uint8]:
@@ -234,7 +234,7 @@ def _region(pool: PagePool) -> NDArray[np.uint64]:
     return np.array([[pool.base, pool.num_pages * pool.page_bytes, 0]], np.uint64)
 
 
-def _descriptors(remote: RemotePool) -> NDArray[np.uint64]:
+def _descriptors(remote: PoolRegion) -> NDArray[np.uint64]:
     descriptors = np.zeros((remote.num_pages, 3), np.uint64)
     numbers = np.arange(remote.num_pages, dtype=np.uint64)
     descriptors[:, 0] = remote.base + numbers * remote.page_bytes
@@ -282,7 +282,7 @@ class _ProducerProcess:
         )
         assert self._process.stdout is not None
         served = msgspec.json.decode(self._process.stdout.readline(), type=_Served)
-        self.remote = RemotePool(served.base, plan.page_bytes, max(plan.counts))
+        self.remote = PoolRegion(served.base, plan.page_bytes, max(plan.counts))
         self.descriptions = served.descriptions
         self.bare_metadata = served.bare_metadata
         self.port = served.port

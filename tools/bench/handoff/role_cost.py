@@ -43,7 +43,7 @@ from engine.memory_release import MemoryOccupation
 from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from engine.update import WeightUpdater
-from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt
+from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt, SampledOutput
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -290,7 +290,7 @@ def consumer(load: Load) -> dict[str, Any]:
         port.posted.clear()
         port.waiting = [HandoffAdmitted(opened.id, load.num_tokens, 0)]
         clock.run("admitted", role.poll)
-        port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
+        port.waiting = [FirstTokenEvent(opened.id, SampledOutput(TOKEN))]
         clock.run("first token", role.poll)
         # The protocol reports both together: reads end with the attempt.
         port.waiting = [CompletedEvent(opened.id), ReadsEndedEvent(opened.id)]
