@@ -17,10 +17,10 @@ from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageDemand, is_overdue
 from engine.scheduler.next_rows import KeptCapacity
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, RequestStage, as_request_end
 from node.sharing.fetches import PrefixFetches
+from node.sharing.reads import PairedProducers
 
 _TIMED_OUT = "timed out"
 
@@ -64,32 +64,22 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     nodes are healthy and have cached most of the KV. It pairs with them again within a second or
     two. These requests wait for that, for a limited time.
 
-    Attributes:
-        producers: paired producers, by address.
     Args:
         wait_s: longest wait in seconds, from the last loss of a candidate.
     """
 
     stage = RequestStage.UNPAIRED
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, producers: PairedProducers, wait_s: float) -> None:
         super().__init__()
+        self._producers = producers
         self._wait_s = wait_s
         self._lost_at: dict[str, float] = {}  # by address
-        self.producers: dict[str, ProducerUp] = {}
 
-    def producer_up(self, event: ProducerUp) -> None:
-        self.producers[event.address] = event
-
-    def producer_down(self, event: ProducerDown, now: float) -> bool:
-        """Remove a producer. Returns whether this node was paired with it."""
-        producer = self.producers.get(event.address)
-        if producer is None or producer.instance != event.instance:
-            return False
-        del self.producers[event.address]
+    def lost(self, address: str, now: float) -> None:
+        """Record that the producer at this address is lost."""
         recent = ((each, at) for each, at in self._lost_at.items() if now - at < self._wait_s)
-        self._lost_at = {**dict(recent), event.address: now}
-        return True
+        self._lost_at = {**dict(recent), address: now}
 
     def worth_until(self, candidates: Collection[str]) -> float:
         """Return until when it is worth waiting for one of the candidates."""
@@ -99,7 +89,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     def ready(self, now: float) -> Iterator[DecodeState]:
         """Remove and yield requests with a paired candidate or an expired wait."""
         for state in self:
-            if state.until <= now or any(each in self.producers for each in state.candidates):
+            if state.until <= now or any(each in self._producers for each in state.candidates):
                 self.take(state)
                 yield state
 

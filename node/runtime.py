@@ -60,6 +60,7 @@ from node.engine_process import EngineStart
 from node.messages import EngineReady, GroupDrains
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import PairedProducers
 from node.sharing.weights import WeightSharing
 
 
@@ -174,7 +175,8 @@ class NodeRuntime:
         memory = _make_memory(engine, start, PageAccess(transfer.post, paths.offers), pinned)
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.notify = channel.wake
-        weights = _make_weights(engine, start, transfer)
+        producers = PairedProducers()
+        weights = _make_weights(engine, start, producers, transfer)
         fixed = "" if engine.group is None else _IN_A_GROUP
         operations = EngineOperations(engine.weights, weights, memory, profiler, why_fixed=fixed)
 
@@ -193,9 +195,10 @@ class NodeRuntime:
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=operations,
+            links=producers,
             prepare=clock.operation()(switch),
         )
-        sharing = _make_sharing(engine, start, weights)
+        sharing = _make_sharing(engine, start, producers, transfer, weights)
         instance = start.instance
         return cls(instance, channel, clock, transfer, control, weights, sharing, profiler, memory)
 
@@ -378,10 +381,14 @@ def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
 
 
 def _make_weights(
-    engine: Engine, start: EngineStart[C], transfer: TransferThread[NodeCommand]
+    engine: Engine,
+    start: EngineStart[C],
+    producers: PairedProducers,
+    transfer: TransferThread[NodeCommand],
 ) -> WeightSharing:
     return WeightSharing(
         engine.weights,
+        producers,
         instance=start.instance,
         cache=engine.cache,
         pages=engine.pages,
@@ -391,9 +398,17 @@ def _make_weights(
     )
 
 
-def _make_sharing(engine: Engine, start: EngineStart[C], weights: WeightSharing) -> PrefixSharing:
+def _make_sharing(
+    engine: Engine,
+    start: EngineStart[C],
+    producers: PairedProducers,
+    transfer: TransferThread[NodeCommand],
+    weights: WeightSharing,
+) -> PrefixSharing:
     return PrefixSharing(
         start.config.prefix_sharing,
+        producers,
+        transfer,
         instance=start.instance,
         page_bytes=engine.pool.page_bytes,
         cache=engine.cache,

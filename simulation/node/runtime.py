@@ -27,8 +27,9 @@ from node.control.engine_control import CacheReports, EngineControl, FrontendCha
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import PairedProducers
 from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers, WireTo
-from simulation.node.parts import SimOperations, SimParts, UnsharedWeights
+from simulation.node.parts import SimOperations, SimParts
 from simulation.node.tokenizer import tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class SimRuntime:
         gauges: tuple[Gauges, ...] = ()
         if tiers is not None:
             gauges = (Gauges(partial(tier_gauges, tiers, parts.page_bytes)),)
+        producers = PairedProducers()
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
@@ -147,17 +149,20 @@ class SimRuntime:
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
+            links=producers,
             prepare=_prepare,
         )
         sharing = PrefixSharing(
             config.prefix_sharing,
+            producers,
+            transfer,
             instance=start.instance,
             page_bytes=parts.page_bytes,
             cache=parts.core.cache,
             pages=parts.core.pages,
             tiers=tiers,
             tables=parts.core.shape.tables,
-            weights=UnsharedWeights(transfer),
+            weights=None,
         )
         return cls(start.instance, channel, control, sharing, config, clock, transfer, driver)
 

@@ -317,7 +317,7 @@ class SourceSide(SimulatedProducer):
             for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.pages_in_use.items()]
         loans = tuple(self.loans._asked), tuple(lent), self.beneath.learnt
         held = refused, tuple(self.beneath.lent)
         return (super().key(), tuple(books), tuple(requests), held, loans)
@@ -367,13 +367,13 @@ class SourceSide(SimulatedProducer):
     def at_rest(self) -> bool:
         leaving = self.departures.in_progress or self.departures._refused
         held = self.beneath.lent or self.beneath.requests or leaving
-        held = held or self.loans._asked or self.loans.exported
+        held = held or self.loans._asked or self.loans.pages_in_use
         return not (self._end.num_open or self.exposed or held)
 
     def react(self, given: Input) -> list[Output]:
         # Serials of departures, loans and refusals are remembered by the engine alone.
         known = self.departures.in_progress.keys() | self.departures._refused
-        known |= self.loans._asked.keys() | self.loans.exported.keys()
+        known |= self.loans._asked.keys() | self.loans.pages_in_use.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -415,7 +415,7 @@ class SourceSide(SimulatedProducer):
         return self._turn()
 
     def _take(self, event: Any) -> list[Output]:
-        of_loans = event.serial in self.loans._asked or event.serial in self.loans.exported
+        of_loans = event.serial in self.loans._asked or event.serial in self.loans.pages_in_use
         of_loans |= isinstance(event, OpenedEvent) and isinstance(event.source, Prefix)
         producer = self.loans if of_loans else self.departures
         match event:

@@ -31,6 +31,7 @@ from kvtransfer.ports import (
 )
 from node.sharing.exports import SHARE, PrefixExports
 from node.sharing.fetches import PrefixFetches
+from node.sharing.reads import PairedProducers
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     ENDED,
@@ -246,7 +247,7 @@ class LenderSide(SimulatedProducer):
 
     def key(self) -> Hashable:
         asked = [(n, each.namespace, len(each.token_ids)) for n, each in self.loans._asked.items()]
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.pages_in_use.items()]
         books = tuple(sorted(asked)), tuple(sorted(lent))
         return super().key(), self.memory.key(), books
 
@@ -258,7 +259,7 @@ class LenderSide(SimulatedProducer):
 
     def at_rest(self) -> bool:
         lent = self.memory.pages.holds(PageHolder.PUBLICATION).any()
-        lent = lent or self.loans._asked or self.loans.exported
+        lent = lent or self.loans._asked or self.loans.pages_in_use
         return not (self._end.num_open or self.exposed or lent)
 
     def contents(self, pages: Any) -> tuple[Any, ...]:
@@ -266,7 +267,7 @@ class LenderSide(SimulatedProducer):
 
     def react(self, given: Input) -> list[Output]:
         # Serials that loans know of are not used again.
-        known = [*self.loans._asked, *self.loans.exported]
+        known = [*self.loans._asked, *self.loans.pages_in_use]
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -315,8 +316,10 @@ class FetcherSide(SimulatedConsumer):
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
+        self.paired = PairedProducers()
         self.fetches = PrefixFetches(
             PrefixSharingConfig(),
+            self.paired,
             instance=instance,
             page_bytes=1,
             cache=self.memory.cache,
@@ -331,8 +334,8 @@ class FetcherSide(SimulatedConsumer):
         """copied: what has been of this node."""
         twin = super().fork()
         assert isinstance(twin, FetcherSide)
-        mine = (self.memory, self.port, self.fetches)
-        twin.memory, twin.port, twin.fetches = copy.deepcopy(mine, copied)
+        mine = (self.memory, self.port, self.paired, self.fetches)
+        twin.memory, twin.port, twin.paired, twin.fetches = copy.deepcopy(mine, copied)
         twin.cells = twin.memory.cells
         return twin
 
@@ -344,7 +347,7 @@ class FetcherSide(SimulatedConsumer):
         )
         over = tuple(fetches._over)
         # Other nodes and the wires may still know an id that was used here.
-        return super().key(), self.memory.key(), under_way, over, fetches._next_number
+        return super().key(), self.memory.key(), under_way, over, fetches._shared._next_number
 
     def moves(self) -> list[Input]:
         jobs = enumerate(self.jobs)
@@ -376,7 +379,7 @@ class FetcherSide(SimulatedConsumer):
                 outputs = super().react(given)
         for r in self.fetches.take_over():
             self.jobs[r] = ENDED  # computed here, with what the tree has
-        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.reads.items()}
+        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.pages_in_use.items()}
         self.memory.check(self.sharing_plan.namespaces)
         return outputs
 
@@ -406,10 +409,11 @@ class FetcherSide(SimulatedConsumer):
         match event:
             case ProducerUp():
                 self.producers[event.instance] = event.address
-                self.fetches.producer_up(event)
+                self.paired.note(event)
             case ProducerDown():
                 self.producers.pop(event.instance, None)
-                self.fetches.producer_down(event)
+                self.fetches.costs.forget(event.instance)
+                self.paired.note(event)
             case CompletedEvent():
                 self.fetches.held(event)
             case FailedEvent():

@@ -19,6 +19,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
+from node.sharing.reads import PairedProducers
 from node.timings import ImageReads
 from prefill_node.embeddings import PAIR_S, EmbeddingReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
@@ -59,8 +60,10 @@ class Rig:
         self.timings: dict[int, ImageReads] = {}
         self.port, self.encoder = Posts(), FakeEncoder()
         self.memory = Memory(64, PageTables(PAGE_SIZE))
+        self.producers = PairedProducers()
         self.reads = EmbeddingReads(
             self.encoder,
+            self.producers,
             self.port,
             instance=1,
             cache=self.memory.cache,
@@ -69,6 +72,10 @@ class Rig:
             timeout_s=TIMEOUT_S,
             clock=lambda: self.now,
         )
+
+    def pair(self, event: ProducerUp | ProducerDown) -> None:
+        assert self.producers.note(event)
+        self.reads.handle(event)
 
     def start(self, key: int = 1, *images: Image) -> None:
         images = images or (IMAGE,)
@@ -94,7 +101,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()
-    rig.reads.handle(UP)
+    rig.pair(UP)
     return rig
 
 
@@ -199,7 +206,7 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
 def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
     rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
     rig.start(1)
-    rig.reads.handle(ProducerDown(UP.instance, ENCODER, "lost"))
+    rig.pair(ProducerDown(UP.instance, ENCODER, "lost"))
     rig.reads.poll()
     assert rig.reads.take_over() == [1]
     rig.start(2)
@@ -215,7 +222,7 @@ def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
     assert rig.reads.take_over() == [1]
     rig.start(2)
     assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
-    rig.reads.handle(UP)
+    rig.pair(UP)
     rig.start(3)
     rig.opened()
 

@@ -1,8 +1,5 @@
 """Exports of a producer: the pages that it lends, and the time for which it holds them."""
 
-from types import SimpleNamespace
-from typing import cast
-
 import pytest
 
 from common.config import PrefixSharingConfig
@@ -14,7 +11,8 @@ from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
-from node.sharing.prefixes import PrefixSharing, SharedWeights
+from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import PairedProducers
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -62,7 +60,7 @@ def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) ->
     assert isinstance(published, PublishCommand) and published.last
     assert (published.start, published.end) == (PAGE_SIZE, HAS * PAGE_SIZE)
     loans.closed(ClosedEvent(1, ID, True, ""))
-    assert num_lent(memory) == 0 and not loans.exported
+    assert num_lent(memory) == 0 and not loans.pages_in_use
 
 
 def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
@@ -70,7 +68,7 @@ def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     loans.opened(*opened(1))
     loans.closed(ClosedEvent(1, ID, False, "gone"))
     loans.granted(GrantedEvent(1, 0))
-    assert num_lent(memory) == 0 and not loans.exported
+    assert num_lent(memory) == 0 and not loans.pages_in_use
 
 
 @pytest.mark.parametrize(
@@ -102,20 +100,22 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     assert isinstance(refused, FailCommand) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):
         loans.closed(ClosedEvent(serial, ID, False, "gone"))
-    assert not loans.exported
+    assert not loans.pages_in_use
 
 
 def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None:
     port = Posts()
     sharing = PrefixSharing(
         PrefixSharingConfig(),
+        PairedProducers(),
+        port,
         instance=1,
         page_bytes=64,
         cache=memory.cache,
         pages=memory.pages,
         tiers=None,
         tables=PageTables(PAGE_SIZE),
-        weights=cast(SharedWeights, SimpleNamespace(port=port)),
+        weights=None,
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
     assert sharing.handle(OpenedEvent(1, ID, b"", Remaining(9.0), source))

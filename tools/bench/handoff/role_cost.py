@@ -57,12 +57,12 @@ from kvtransfer.ports import (
     ProducerUp,
     PublishCommand,
     ReadsEndedEvent,
-    TransferPort,
 )
 from node.control.engine_control import CacheReports, EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import PairedProducers
 from node.sharing.weights import WeightSharing
 from prefill_node import engine as prefill_engine
 from prefill_node.engine import PrefillRole
@@ -176,8 +176,7 @@ def producer(load: Load) -> dict[str, Any]:
     """Measure a prefill node's side: opened, granted, admitted, computed, published, dropped."""
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
-    weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
+    runtime = _runtime(core, front, port)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
     role = prefill_engine.make_role(_Engine(core), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
@@ -227,9 +226,11 @@ _MEMORY = cast(MemoryOccupation, SimpleNamespace(unused=False))
 _PROFILER = cast(Profiler, SimpleNamespace(poll=lambda: None))
 
 
-def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
-    return WeightSharing(
+def _runtime(core: EngineCore, front: "_Front", port: "_Port") -> "_Runtime":
+    producers = PairedProducers()
+    weights = WeightSharing(
         _UPDATER,
+        producers,
         instance=CONSUMER,
         cache=core.cache,
         pages=core.pages,
@@ -237,22 +238,19 @@ def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
         port=port,
         notify=lambda: None,
     )
-
-
-def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineControl:
-    return EngineControl(
+    control = EngineControl(
         front,
         pages_by_holder=core.pages.by_holder,
         clock=StepClock(first_step_s=1.0),
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
         operations=EngineOperations(_UPDATER, weights, _MEMORY, _PROFILER),
+        links=producers,
     )
-
-
-def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
-    return PrefixSharing(
+    sharing = PrefixSharing(
         PrefixSharingConfig(),
+        producers,
+        port,
         instance=CONSUMER,
         page_bytes=PAGE_SIZE,
         cache=core.cache,
@@ -261,14 +259,14 @@ def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
         tables=PageTables(PAGE_SIZE),
         weights=weights,
     )
+    return _Runtime(front, control, sharing, port)
 
 
 def consumer(load: Load) -> dict[str, Any]:
     """Measure a decode node's side: submitted, opened, granted, first token, completed, joined."""
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
-    weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
+    runtime = _runtime(core, front, port)
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
