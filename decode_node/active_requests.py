@@ -27,7 +27,7 @@ from kvtransfer.messages import SampledOutput
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 from node.request_state import Claim, Ending, as_request_end
-from node.timings import RequestHistory, RequestTimings, of_request
+from node.timings import RequestHistory, RequestTimings
 
 _NAMES = (
     *("handoffs_opened", "handoffs_completed", "handoffs_failed", "handoff_retries", "pages_read"),
@@ -333,16 +333,10 @@ class ActiveRequests:
         self.outbox.end(stream, ended)
 
     def explain(self, request_id: str) -> RequestTraces:
-        """Return the traces of the requests with this id, active and ended."""
-        found = [*self._history.find(request_id), *self._active_timings(request_id)]
-        now = time.monotonic()
-        return RequestTraces(tuple(of_request(each, now) for each in found), len(self._history))
+        return self._history.explain(request_id, self._active_timings(request_id))
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return (request id, trace) of the last ended requests and of all active ones."""
-        found = [*self._history.last(num_ended), *self._active_timings()]
-        now = time.monotonic()
-        return [(timings.request_id, of_request(timings, now)) for timings in found]
+        return self._history.flights(num_ended, self._active_timings())
 
     def _active_timings(self, request_id: str | None = None) -> Iterable[RequestTimings]:
         """Yield the timings of active requests with this id (None: of all)."""

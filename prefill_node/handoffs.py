@@ -37,7 +37,7 @@ from kvtransfer.ports import (
 from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
-from node.timings import ProducerTimings, RequestHistory, of_handoff
+from node.timings import ProducerTimings, RequestHistory
 from prefill_node.admission import (
     COUNTS,
     HandoffAdmission,
@@ -93,21 +93,11 @@ class HandoffHistory:
             self._send(HandoffSpan(stamps))
 
     def explain(self, request_id: str) -> RequestTraces:
-        """Return the traces of the hand-offs of a client request."""
-        found = [
-            *self._ended.find(request_id),
-            *(each for each in tuple(self._open.values()) if each.request_id == request_id),
-        ]
-        now = time.monotonic()
-        return RequestTraces(tuple(of_handoff(each, now) for each in found), len(self._ended))
+        active = (each for each in tuple(self._open.values()) if each.request_id == request_id)
+        return self._ended.explain(request_id, active)
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return (request id, trace) of the last ended and of all open hand-offs."""
-        now = time.monotonic()
-        return [
-            (stamps.request_id, of_handoff(stamps, now))
-            for stamps in (*self._ended.last(num_ended), *tuple(self._open.values()))
-        ]
+        return self._ended.flights(num_ended, tuple(self._open.values()))
 
 
 # Names of the queues in `describe`. All other stages are "prefilling".
@@ -340,9 +330,9 @@ class OutgoingHandoffs:
         if state.key not in self._states:
             return
         if isinstance(ending, ServingError):
-            rejection = rejection_of(ending)
-            self.counts[rejection.count] += 1
-            retryable, reason, retry_after_s = rejection.retryable, str(ending), ending.late_s
+            why, reason, retry_after_s = rejection_of(ending), str(ending), ending.late_s
+            self.counts[f"refused/{why}"] += 1
+            retryable = why != "invalid"
         else:
             # Only a request that waited too long has a retry delay.
             self.counts["refused/dropped"] += ending.retry_after_s > 0.0
