@@ -203,7 +203,6 @@ class _State:
 
     jobs: deque[_Job] = field(default_factory=deque)  # the first may be in progress
     expected: deque[int] = field(default_factory=deque)  # pages that later jobs will read into
-    under_way: bool = False
     due: float | None = None
     connection: BackendConnection | None = None
     closing: str | None = None  # reason for closing, once requested
@@ -225,6 +224,7 @@ class Link:
         read_s: float,
         min_gib_per_s: float = 0.0,
         max_jobs: int = 4096,
+        ranks: tuple[int, int] = (0, 0),
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> None:
         """Start connecting at once.
@@ -238,6 +238,7 @@ class Link:
             read_s: time limit of a read, in addition to its bytes at a tenth of the measured rate.
             min_gib_per_s: a slower link closes instead of coming up.
             max_jobs: unfinished jobs before `post` raises Overloaded.
+            ranks: this rank and the producer's, which LinkUp reports.
             take_memory: called on the link's thread with a local page id. Makes the system allocate
                 the page's memory before it is written.
         """
@@ -248,6 +249,7 @@ class Link:
         self._read_s = read_s
         self._min_gib_per_s = min_gib_per_s
         self._max_jobs = max_jobs
+        self._ranks = ranks
         self._take_memory = take_memory
         self._state = _State()
         self._changed = threading.Condition(threading.RLock())
@@ -340,7 +342,8 @@ class Link:
                     f"{connection.path} gives {gib_per_s:.2f} GiB/s, less than the configured "
                     f"{self._min_gib_per_s:.2f}"
                 )
-            self._notify(LinkUp(connection.path, gib_per_s))
+            member = LinkMember(*self._ranks, connection.path, gib_per_s)
+            self._notify(LinkUp(connection.path, gib_per_s, (member,)))
             rate = LinkRate(gib_per_s, time.monotonic())
             while (job := self._begin(connection, rate)) is not None:
                 self._read(connection, rate, job)
@@ -373,7 +376,6 @@ class Link:
             job = self._state.jobs[0]
             num_bytes = self._num_bytes.of(job.pages)
             allowed_s = self._read_s + num_bytes / (SLOWEST * rate.gib_per_s * GIB)
-            self._state.under_way = True
             self._state.due = time.monotonic() + allowed_s
             return job
 
@@ -406,7 +408,6 @@ class Link:
         ended = ReadEnded(job.handoff, num_bytes, num_parts, now - started, refused)
         with self._changed:
             self._state.jobs.popleft()
-            self._state.under_way = False
             self._state.due = None
         self._notify(ended)
         if not refused and rate.read(num_bytes, ended.seconds, now):

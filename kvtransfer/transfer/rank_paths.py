@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any
 
-import msgspec
-
 from common.config import TransferConfig
 from common.copy_map import NodeShape, Slice
 from common.errors import LayoutMismatch, TransferError
@@ -28,8 +26,7 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import LinkMember
-from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
+from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.paths import (
     MOST_KNOWN,
@@ -168,19 +165,14 @@ class RankLinks:
     def _link(
         self, hello: PairHello, backend: str, producer: int, num_bytes: LinkBytes, notify: Notify
     ) -> PageLink:
-        def named(event: LinkEvent) -> None:
-            if isinstance(event, LinkUp):
-                member = LinkMember(self._rank, producer, event.path, event.gib_per_s)
-                event = msgspec.structs.replace(event, members=(member,))
-            notify(event)
-
         return Link(
             hello.instance,
             lambda: self._connect(hello, backend, producer, num_bytes.slices),
-            named,
+            notify,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
             min_gib_per_s=self._config.min_link_gib_per_s,
+            ranks=(self._rank, producer),
             take_memory=self._take_memory,
         )
 
