@@ -293,7 +293,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._submit(stream, message.submits)
         for number in message.cancels:
             self._engine.send(CancelSubmitted(stream.number, number), stream.lane)
-        await self._engine.room(stream.lane)
+        await stream.lane.room()
 
     def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
         """Submit requests to the engine. All rejections are sent in one Step."""
