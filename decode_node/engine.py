@@ -429,7 +429,7 @@ def _make_queues(
             *(() if tiers is None else (TierLoadQueue(tiers, scheduler),)),
         ),
         paused=PausedQueue(scheduler),
-        unpaired=UnpairedQueue(sharing.producers, config.reconnect_wait_s),
+        unpaired=UnpairedQueue(sharing.shared.producers, config.reconnect_wait_s),
         fetching=PrefixFetchQueue(sharing.fetches),
         prealloc=handoffs.prealloc,
         transfer=handoffs.transfer,

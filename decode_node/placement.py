@@ -56,7 +56,7 @@ class PrefillPlacement:
         self._handoffs = handoffs
         self._sharing = sharing
         self._canary = canary
-        self._producers = sharing.producers
+        self._producers = sharing.shared.producers
         self._counters = counters
 
     def place_ready(self, now: float) -> None:

@@ -8,7 +8,7 @@ wait for the same pages in the scheduler, as if both were one queue (engine/sche
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.queueing import PriorityClass, QueueEstimator, class_of
@@ -20,7 +20,6 @@ from engine.scheduler.scheduler import Scheduler
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, RequestStage, as_request_end
 from node.sharing.fetches import PrefixFetches
-from node.sharing.reads import PairedProducers
 
 _TIMED_OUT = "timed out"
 
@@ -65,12 +64,13 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     two. These requests wait for that, for a limited time.
 
     Args:
+        producers: addresses of paired producers.
         wait_s: longest wait in seconds, from the last loss of a candidate.
     """
 
     stage = RequestStage.UNPAIRED
 
-    def __init__(self, producers: PairedProducers, wait_s: float) -> None:
+    def __init__(self, producers: Container[str], wait_s: float) -> None:
         super().__init__()
         self._producers = producers
         self._wait_s = wait_s

@@ -60,7 +60,7 @@ from node.engine_process import EngineStart
 from node.messages import EngineReady, GroupDrains
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from node.sharing.weights import WeightSharing
 
 
@@ -175,8 +175,8 @@ class NodeRuntime:
         memory = _make_memory(engine, start, PageAccess(transfer.post, paths.offers), pinned)
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.notify = channel.wake
-        producers = PairedProducers()
-        weights = _make_weights(engine, start, producers, transfer)
+        shared = SharedReads(start.instance, engine.cache, transfer)
+        weights = _make_weights(engine, start, shared, transfer)
         fixed = "" if engine.group is None else _IN_A_GROUP
         operations = EngineOperations(engine.weights, weights, memory, profiler, why_fixed=fixed)
 
@@ -195,10 +195,10 @@ class NodeRuntime:
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=operations,
-            links=producers,
+            links=shared.producers,
             prepare=clock.operation()(switch),
         )
-        sharing = _make_sharing(engine, start, producers, transfer, weights)
+        sharing = _make_sharing(engine, start, shared, transfer, weights)
         instance = start.instance
         return cls(instance, channel, clock, transfer, control, weights, sharing, profiler, memory)
 
@@ -383,13 +383,12 @@ def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
 def _make_weights(
     engine: Engine,
     start: EngineStart[C],
-    producers: PairedProducers,
+    shared: SharedReads,
     transfer: TransferThread[NodeCommand],
 ) -> WeightSharing:
     return WeightSharing(
         engine.weights,
-        producers,
-        instance=start.instance,
+        shared,
         cache=engine.cache,
         pages=engine.pages,
         pool=engine.pool.tensor,
@@ -401,15 +400,14 @@ def _make_weights(
 def _make_sharing(
     engine: Engine,
     start: EngineStart[C],
-    producers: PairedProducers,
+    shared: SharedReads,
     transfer: TransferThread[NodeCommand],
     weights: WeightSharing,
 ) -> PrefixSharing:
     return PrefixSharing(
         start.config.prefix_sharing,
-        producers,
+        shared,
         transfer,
-        instance=start.instance,
         page_bytes=engine.pool.page_bytes,
         cache=engine.cache,
         pages=engine.pages,

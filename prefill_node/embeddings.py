@@ -19,7 +19,6 @@ from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.core import InputEncoder
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import CancelHandoff, Embeddings, HandoffId
 from kvtransfer.ports import (
     CompletedEvent,
@@ -31,7 +30,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.sharing.exports import SHARE
-from node.sharing.reads import FIRST_EMBEDDINGS_NUMBER, PairedProducers, SharedReads
+from node.sharing.reads import SharedReads
 from node.timings import ImageReads
 
 MAX_READS = 256  # images read at the same time
@@ -79,7 +78,6 @@ class EmbeddingReads:
 
     Args:
         encoder: image encoder of the model. None: the model has none, and nothing is read.
-        cache: prefix cache over `pages`. It evicts pages for reads.
         timeout_s: time limit of an opened read.
     Attributes:
         in_progress: reads by name of the image.
@@ -90,21 +88,18 @@ class EmbeddingReads:
     def __init__(
         self,
         encoder: InputEncoder | None,
-        producers: PairedProducers,
+        shared: SharedReads,
         port: ConsumerCommands,
         *,
-        instance: int,
-        cache: PrefixCache,
         pages: PageAllocator,
         weights: Callable[[], WeightsId],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoder = encoder
-        self._producers = producers
+        self._shared = shared
         self._pages = pages
         self._port = port
-        self._shared = SharedReads(FIRST_EMBEDDINGS_NUMBER, instance, cache, port)
         self._weights = weights
         self._timeout_s = timeout_s
         self._clock = clock
@@ -181,8 +176,8 @@ class EmbeddingReads:
                     self._finish(read, "failed" if read.copying.exception() else "completed")
             elif now >= read.due:
                 self._give_up(read)
-            elif read.id is None and read.address in self._producers:
-                self._open(read, self._producers[read.address], now)
+            elif read.id is None and read.address in self._shared.producers:
+                self._open(read, self._shared.producers[read.address], now)
         for id, landing in list(self.landing.items()):
             copied = landing.copying is None or landing.copying.done()
             if copied and not landing.lands and id not in self._by_id:
@@ -236,7 +231,7 @@ class EmbeddingReads:
         if read.id is not None:
             self._cancel(read, "the embeddings are late")
             self._finish(read, "late")
-        elif read.address in self._producers:
+        elif read.address in self._shared.producers:
             self._finish(read, "no_capacity")
         else:
             self._is_absent(read.address)

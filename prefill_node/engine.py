@@ -305,10 +305,8 @@ def _embedding_reads(
     control = runtime.control
     return EmbeddingReads(
         engine.core.encoder,
-        runtime.sharing.producers,
+        runtime.sharing.shared,
         runtime.port,
-        instance=runtime.instance,
-        cache=engine.core.cache,
         pages=engine.core.pages,
         weights=lambda: control.weights,
         timeout_s=config.encode_timeout_s,

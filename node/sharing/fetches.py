@@ -27,13 +27,12 @@ from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     CompletedEvent,
-    ConsumerCommands,
     FailedEvent,
     ProducerUp,
     ReadsEndedEvent,
 )
 from node.sharing.costs import PrefixReadCosts
-from node.sharing.reads import FIRST_PREFIX_NUMBER, PairedProducers, SharedReads
+from node.sharing.reads import SharedReads
 
 LEAST_PAGES = 2  # minimum size of a fetch
 # Multiple of the expected time that a fetch may take, in addition to
@@ -83,14 +82,12 @@ class PrefixFetches:
     def __init__(
         self,
         config: PrefixSharingConfig,
-        producers: PairedProducers,
+        shared: SharedReads,
         *,
-        instance: int,
         page_bytes: int,
         cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        port: ConsumerCommands,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -100,8 +97,7 @@ class PrefixFetches:
         self._cache = cache
         self._pages = pages
         self._tables = tables
-        self._producers = producers
-        self._shared = SharedReads(FIRST_PREFIX_NUMBER, instance, cache, port)
+        self._shared = shared
         self.costs = PrefixReadCosts(config.max_cost_ratio)
         self.keys: set[int] = set()
         self.open: dict[HandoffId, _Fetch] = {}
@@ -163,7 +159,7 @@ class PrefixFetches:
             token_ids: tokens known to have KV there.
             room: pages that may be used now.
         """
-        producer = self._producers.get(address)
+        producer = self._shared.producers.get(address)
         if not self._enabled or producer is None:
             return False
         own = self._cache.match(token_ids, namespace).num_tokens
@@ -207,7 +203,7 @@ class PrefixFetches:
             if end - own < LEAST_PAGES * self._tables.page_size:
                 continue
             much = True
-            producer = self._producers.get(hint.address)
+            producer = self._shared.producers.get(hint.address)
             if producer is not None:
                 ways.append(self._way(producer, own, end, token_s, now))
         if not ways:

@@ -38,7 +38,7 @@ from kvtransfer.ports import (
 )
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
-from node.sharing.reads import FIRST_PREFIX_NUMBER, FIRST_WEIGHTS_NUMBER, PairedProducers
+from node.sharing.reads import FIRST_PREFIX_NUMBER, FIRST_WEIGHTS_NUMBER, SharedReads
 
 MAX_INVALIDATIONS = 32
 INVALIDATION_INTERVAL_S = 1.0
@@ -194,18 +194,17 @@ class PrefixSharing:
     thread only.
 
     Args:
-        weights: weight sharing, which uses the same pages, port and producers, or None.
+        weights: weight sharing, which uses the same pages, port and `shared`, or None.
     Attributes:
-        producers: updated with the events that are handled.
+        shared: updated with the events that are handled.
     """
 
     def __init__(
         self,
         config: PrefixSharingConfig,
-        producers: PairedProducers,
+        shared: SharedReads,
         port: TransferPort,
         *,
-        instance: int,
         page_bytes: int,
         cache: PrefixCache,
         pages: PageAllocator,
@@ -213,7 +212,7 @@ class PrefixSharing:
         tables: PageTables,
         weights: SharedWeights | None,
     ) -> None:
-        self.producers = producers
+        self.shared = shared
         self._port = port
         self._tiers = tiers
         self._weights = weights
@@ -229,13 +228,11 @@ class PrefixSharing:
         )
         self.fetches = PrefixFetches(
             config,
-            producers,
-            instance=instance,
+            shared,
             page_bytes=page_bytes,
             cache=cache,
             pages=pages,
             tables=tables,
-            port=port,
         )
         self.sources = PrefixSources()
         self.corrupt_prefixes = CorruptPrefixes(cache, port)
@@ -332,10 +329,10 @@ class PrefixSharing:
             case CompletedEvent(id=id) | FailedEvent(id=id) | ReadsEndedEvent(id=id):
                 return self._read(event, id.request)
             case ProducerUp() | ProducerRate():
-                self.producers.note(event)
+                self.shared.note(event)
             case ProducerDown():
                 self.fetches.costs.forget(event.instance)
-                return not self.producers.note(event)
+                return not self.shared.note(event)
             case InvalidateEvent():
                 self.corrupt_prefixes.asked(event)
                 return True

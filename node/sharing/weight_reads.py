@@ -20,7 +20,6 @@ from common.errors import ConfigError, FailedPrecondition, Overloaded, ServingEr
 from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
@@ -33,7 +32,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.sharing.exports import SHARE
-from node.sharing.reads import FIRST_WEIGHTS_NUMBER, PairedProducers, SharedReads
+from node.sharing.reads import SharedReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,6 @@ class WeightReads:
     Attributes:
         pages_in_use: pages of windows, held until no bytes land in them and no copy reads them.
     Args:
-        cache: prefix cache over `pages`.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
         gauges: report of the node, which gets the totals of all reads.
         notify: called by another thread when `poll` is due.
@@ -218,24 +216,21 @@ class WeightReads:
     def __init__(
         self,
         weights: WeightUpdater,
-        producers: PairedProducers,
+        shared: SharedReads,
         *,
         gauges: dict[str, float],
-        instance: int,
-        cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
         port: ConsumerCommands,
         notify: Callable[[], None],
     ) -> None:
         self._weights = weights
-        self._producers = producers
+        self._shared = shared
         self._pages = pages
         most = min(WINDOW_PAGES, WINDOW_BYTES // pool.shape[1], pages.num_pages // SHARE)
         self._window_pages = max(most, 1)
         self._port = port
         self._copies = WeightCopies(pool, notify)
-        self._shared = SharedReads(FIRST_WEIGHTS_NUMBER, instance, cache, port)
         self._taking: _Taking | None = None
         self._reads: dict[HandoffId, _Read] = {}
         self.pages_in_use: dict[HandoffId, Ints] = {}
@@ -333,7 +328,7 @@ class WeightReads:
             if taking.preparing.done():
                 self._prepared(taking, taking.preparing)
         elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
-            paired = taking.address in self._producers
+            paired = taking.address in self._shared.producers
             reason = "it sends no weights" if paired else "it does not pair with this node"
             self._end(
                 taking,
@@ -341,8 +336,8 @@ class WeightReads:
             )
         elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
-        elif taking.address in self._producers:
-            self._ask(taking, self._producers[taking.address], now)
+        elif taking.address in self._shared.producers:
+            self._ask(taking, self._shared.producers[taking.address], now)
 
     def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
         """Request windows up to the limit. The windows after the header wait for it to arrive."""

@@ -24,7 +24,7 @@ from kvtransfer.ports import (
     TransferPort,
 )
 from node.sharing.exports import SHARE
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from node.sharing.weight_reads import WeightReads
 
 MAX_PIECES_ASKED = 64  # opened and not granted. Further ones are rejected
@@ -169,9 +169,8 @@ class WeightSharing:
     def __init__(
         self,
         weights: WeightUpdater,
-        producers: PairedProducers,
+        shared: SharedReads,
         *,
-        instance: int,
         cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
@@ -182,10 +181,8 @@ class WeightSharing:
         self.exports = WeightExports(weights, cache, pages, pool, port, self.gauges, notify)
         self.reads = WeightReads(
             weights,
-            producers,
+            shared,
             gauges=self.gauges,
-            instance=instance,
-            cache=cache,
             pages=pages,
             pool=pool,
             port=port,

@@ -27,7 +27,7 @@ from node.control.engine_control import CacheReports, EngineControl, FrontendCha
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers, WireTo
 from simulation.node.parts import SimOperations, SimParts
 from simulation.node.tokenizer import tokenizer_hash
@@ -135,7 +135,7 @@ class SimRuntime:
         gauges: tuple[Gauges, ...] = ()
         if tiers is not None:
             gauges = (Gauges(partial(tier_gauges, tiers, parts.page_bytes)),)
-        producers = PairedProducers()
+        shared = SharedReads(start.instance, parts.core.cache, transfer)
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
@@ -149,14 +149,13 @@ class SimRuntime:
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
-            links=producers,
+            links=shared.producers,
             prepare=_prepare,
         )
         sharing = PrefixSharing(
             config.prefix_sharing,
-            producers,
+            shared,
             transfer,
-            instance=start.instance,
             page_bytes=parts.page_bytes,
             cache=parts.core.cache,
             pages=parts.core.pages,

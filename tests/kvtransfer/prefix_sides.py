@@ -31,7 +31,7 @@ from kvtransfer.ports import (
 )
 from node.sharing.exports import SHARE, PrefixExports
 from node.sharing.fetches import PrefixFetches
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     ENDED,
@@ -316,16 +316,14 @@ class FetcherSide(SimulatedConsumer):
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
-        self.paired = PairedProducers()
+        self.shared = SharedReads(instance, self.memory.cache, self.port)
         self.fetches = PrefixFetches(
             PrefixSharingConfig(),
-            self.paired,
-            instance=instance,
+            self.shared,
             page_bytes=1,
             cache=self.memory.cache,
             pages=self.memory.pages,
             tables=plan.tables,
-            port=self.port,
             clock=lambda: 0.0,
         )
         self.cells = self.memory.cells
@@ -334,8 +332,8 @@ class FetcherSide(SimulatedConsumer):
         """copied: what has been of this node."""
         twin = super().fork()
         assert isinstance(twin, FetcherSide)
-        mine = (self.memory, self.port, self.paired, self.fetches)
-        twin.memory, twin.port, twin.paired, twin.fetches = copy.deepcopy(mine, copied)
+        mine = (self.memory, self.port, self.shared, self.fetches)
+        twin.memory, twin.port, twin.shared, twin.fetches = copy.deepcopy(mine, copied)
         twin.cells = twin.memory.cells
         return twin
 
@@ -347,7 +345,7 @@ class FetcherSide(SimulatedConsumer):
         )
         over = tuple(fetches._over)
         # Other nodes and the wires may still know an id that was used here.
-        return super().key(), self.memory.key(), under_way, over, fetches._shared._next_number
+        return super().key(), self.memory.key(), under_way, over, self.shared._next_number[Prefix]
 
     def moves(self) -> list[Input]:
         jobs = enumerate(self.jobs)
@@ -409,11 +407,11 @@ class FetcherSide(SimulatedConsumer):
         match event:
             case ProducerUp():
                 self.producers[event.instance] = event.address
-                self.paired.note(event)
+                self.shared.note(event)
             case ProducerDown():
                 self.producers.pop(event.instance, None)
                 self.fetches.costs.forget(event.instance)
-                self.paired.note(event)
+                self.shared.note(event)
             case CompletedEvent():
                 self.fetches.held(event)
             case FailedEvent():

@@ -19,7 +19,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from node.timings import ImageReads
 from prefill_node.embeddings import PAIR_S, EmbeddingReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
@@ -60,13 +60,11 @@ class Rig:
         self.timings: dict[int, ImageReads] = {}
         self.port, self.encoder = Posts(), FakeEncoder()
         self.memory = Memory(64, PageTables(PAGE_SIZE))
-        self.producers = PairedProducers()
+        self.shared = SharedReads(1, self.memory.cache, self.port)
         self.reads = EmbeddingReads(
             self.encoder,
-            self.producers,
+            self.shared,
             self.port,
-            instance=1,
-            cache=self.memory.cache,
             pages=self.memory.pages,
             weights=lambda: b"",
             timeout_s=TIMEOUT_S,
@@ -74,7 +72,7 @@ class Rig:
         )
 
     def pair(self, event: ProducerUp | ProducerDown) -> None:
-        assert self.producers.note(event)
+        assert self.shared.note(event)
         self.reads.handle(event)
 
     def start(self, key: int = 1, *images: Image) -> None:

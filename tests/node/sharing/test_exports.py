@@ -12,7 +12,7 @@ from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
 from node.sharing.prefixes import PrefixSharing
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -107,9 +107,8 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
     port = Posts()
     sharing = PrefixSharing(
         PrefixSharingConfig(),
-        PairedProducers(),
+        SharedReads(1, memory.cache, port),
         port,
-        instance=1,
         page_bytes=64,
         cache=memory.cache,
         pages=memory.pages,

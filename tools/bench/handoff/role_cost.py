@@ -62,7 +62,7 @@ from node.control.engine_control import CacheReports, EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
-from node.sharing.reads import PairedProducers
+from node.sharing.reads import SharedReads
 from node.sharing.weights import WeightSharing
 from prefill_node import engine as prefill_engine
 from prefill_node.engine import PrefillRole
@@ -227,11 +227,10 @@ _PROFILER = cast(Profiler, SimpleNamespace(poll=lambda: None))
 
 
 def _runtime(core: EngineCore, front: "_Front", port: "_Port") -> "_Runtime":
-    producers = PairedProducers()
+    shared = SharedReads(CONSUMER, core.cache, port)
     weights = WeightSharing(
         _UPDATER,
-        producers,
-        instance=CONSUMER,
+        shared,
         cache=core.cache,
         pages=core.pages,
         pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
@@ -245,13 +244,12 @@ def _runtime(core: EngineCore, front: "_Front", port: "_Port") -> "_Runtime":
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
         operations=EngineOperations(_UPDATER, weights, _MEMORY, _PROFILER),
-        links=producers,
+        links=shared.producers,
     )
     sharing = PrefixSharing(
         PrefixSharingConfig(),
-        producers,
+        shared,
         port,
-        instance=CONSUMER,
         page_bytes=PAGE_SIZE,
         cache=core.cache,
         pages=core.pages,
