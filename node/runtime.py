@@ -408,10 +408,7 @@ def _make_sharing(
         start.config.prefix_sharing,
         shared,
         transfer,
+        core=engine.core,
         page_bytes=engine.pool.page_bytes,
-        cache=engine.cache,
-        pages=engine.pages,
-        tiers=engine.tiers,
-        tables=engine.shape.layout.tables,
         weights=weights,
     )

@@ -9,14 +9,12 @@ from itertools import chain
 from typing import Protocol
 
 from common.config import PrefixSharingConfig
-from common.page_tables import PageTables
 from common.queueing import QueueEntry, QueueEstimator
 from common.request import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.kv_cache.pages import PageAllocator
+from engine.core import EngineCore
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.slot_owners import CorruptPrefix
 from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Weights
 from kvtransfer.ports import (
@@ -205,16 +203,14 @@ class PrefixSharing:
         shared: SharedReads,
         port: TransferPort,
         *,
+        core: EngineCore,
         page_bytes: int,
-        cache: PrefixCache,
-        pages: PageAllocator,
-        tiers: CacheTiers | None,
-        tables: PageTables,
         weights: SharedWeights | None,
     ) -> None:
+        cache, pages, tables = core.cache, core.pages, core.shape.tables
         self.shared = shared
         self._port = port
-        self._tiers = tiers
+        self._tiers = core.tiers
         self._weights = weights
         # Open hand-offs of this producer, by serial. None: refused.
         self._exporters: dict[int, SharedExporter | None] = {}
@@ -222,7 +218,7 @@ class PrefixSharing:
             enabled=config.enabled,
             cache=cache,
             pages=pages,
-            tiers=tiers,
+            tiers=core.tiers,
             tables=tables,
             port=port,
         )

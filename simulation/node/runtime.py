@@ -156,11 +156,8 @@ class SimRuntime:
             config.prefix_sharing,
             shared,
             transfer,
+            core=parts.core,
             page_bytes=parts.page_bytes,
-            cache=parts.core.cache,
-            pages=parts.core.pages,
-            tiers=tiers,
-            tables=parts.core.shape.tables,
             weights=None,
         )
         return cls(start.instance, channel, control, sharing, config, clock, transfer, driver)

@@ -1,5 +1,8 @@
 """Exports of a producer: the pages that it lends, and the time for which it holds them."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from common.config import PrefixSharingConfig
@@ -7,6 +10,7 @@ from common.page_tables import PageTables
 from common.request import Remaining
 from common.requests.images import Image
 from common.requests.namespace import as_bytes
+from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
@@ -104,16 +108,14 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
 
 
 def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None:
-    port = Posts()
+    port, shape = Posts(), SimpleNamespace(tables=PageTables(PAGE_SIZE))
+    core = SimpleNamespace(cache=memory.cache, pages=memory.pages, tiers=None, shape=shape)
     sharing = PrefixSharing(
         PrefixSharingConfig(),
         SharedReads(1, memory.cache, port),
         port,
+        core=cast(EngineCore, core),
         page_bytes=64,
-        cache=memory.cache,
-        pages=memory.pages,
-        tiers=None,
-        tables=PageTables(PAGE_SIZE),
         weights=None,
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)

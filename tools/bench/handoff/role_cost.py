@@ -250,11 +250,8 @@ def _runtime(core: EngineCore, front: "_Front", port: "_Port") -> "_Runtime":
         PrefixSharingConfig(),
         shared,
         port,
+        core=core,
         page_bytes=PAGE_SIZE,
-        cache=core.cache,
-        pages=core.pages,
-        tiers=core.tiers,
-        tables=PageTables(PAGE_SIZE),
         weights=weights,
     )
     return _Runtime(front, control, sharing, port)
