@@ -190,10 +190,10 @@ class DecodeRole:
                 case _ if self._sharing.handle(event):
                     continue
                 case ProducerUp():
-                    self._active.counters.link(up=True)
+                    self._active.counters.count("link_changes/up")
                 case ProducerDown(address=address):
                     self._queues.unpaired.lost(address, now)
-                    self._active.counters.link(up=False)
+                    self._active.counters.count("link_changes/down")
                 case CompletedEvent():
                     self._handoffs.completed(event)
                 case FailedEvent():

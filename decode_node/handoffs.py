@@ -150,7 +150,8 @@ class IncomingHandoffs:
         state.handoff = attempt
         self.prealloc.put(state)
         waits.join(state.key, QueueEntry(-math.inf, num_pages, priority, came), now)
-        self._active.counters.opened(attempt.id.attempt)
+        self._active.counters.count("handoffs_opened")
+        self._active.counters.count("handoff_retries", attempt.id.attempt > 1)
         budget_s = max(request.deadline - now, _LEAST_BUDGET_S)
         self._port.post(
             OpenCommand(
@@ -330,7 +331,7 @@ class IncomingHandoffs:
         state.request.given_by.append(attempt.producer)
         if attempt.migrates:
             self._note_arrival(now)
-            self._active.counters.moved_here()
+            self._active.counters.count("moves/here")
         else:
             self._active.counters.held(
                 now - attempt.opened,
@@ -395,7 +396,7 @@ class IncomingHandoffs:
         queue.take(state)
         attempt.extend(state.request)
         self._end_attempt(state)
-        self._active.counters.lost()
+        self._active.counters.count("handoffs_failed")
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
         self._log.info(
             "hand-off failed",

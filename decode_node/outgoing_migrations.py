@@ -138,7 +138,7 @@ class OutgoingMigrations:
         migration.over, state.migration = True, None
         state.claims.release(Claim.MIGRATION)
         self._pages.drop(migration.exported, PageHolder.PUBLICATION)
-        self._active.counters.moved_away(completed=event.completed)
+        self._active.counters.count("moves/away" if event.completed else "moves/refused")
         if event.completed:
             self.lingers_until = time.monotonic() + LINGER_S
         else:

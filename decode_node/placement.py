@@ -221,7 +221,7 @@ class PrefillPlacement:
         backlog.join(state.key, QueueEntry(request.due, num_tokens, priority), now)
         state.claims.add(Claim.BACKLOG, lambda: backlog.leave(state.key))
         if not _is_canary(state):  # canaries are not client prompts
-            self._counters.local_prefill(why)
+            self._counters.count(f"local_prefills/{why}")
         state.timings.queued, state.timings.why_here = now, why
 
     def _migrate(self, state: DecodeState, source: MigrateFrom) -> None:
