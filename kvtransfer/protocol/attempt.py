@@ -20,7 +20,7 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
-from kvtransfer.messages import HandoffAdmitted, HandoffId, HandoffKind, PagesReady
+from kvtransfer.messages import HandoffAdmitted, HandoffId, PagesReady, Prompt, Source
 from kvtransfer.ports import (
     STATE,
     GrantCommand,
@@ -205,7 +205,7 @@ class ConsumerHandoff:
     num_tokens: int  # as opened
     tables: PageTables
     producer: ProducerPages
-    kind: HandoffKind = HandoffKind.PROMPT
+    kind: type[Source] = Prompt
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: PageRanges | None = None  # from Grant on

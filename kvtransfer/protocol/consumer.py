@@ -331,7 +331,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
             return
         source, pages = command.source, self._streams[stream].pages
         self._attempts[command.id] = ConsumerHandoff(
-            command.id, stream, source.num_tokens, self._tables, pages, source.kind
+            command.id, stream, source.num_tokens, self._tables, pages, type(source)
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
         message = OpenHandoff(command.id, command.weights, command.remaining, source)

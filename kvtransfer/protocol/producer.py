@@ -19,13 +19,13 @@ from kvtransfer.messages import (
     HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffKind,
     Heartbeat,
     InvalidatePrefix,
     OpenHandoff,
     PagesReady,
     PagesReleased,
     ReadsDone,
+    Source,
 )
 from kvtransfer.ports import (
     AdmittedCommand,
@@ -66,7 +66,7 @@ class _Handoff:
     serial: int  # local number that identifies it to the engine
     stream: int
     num_tokens: int  # as opened
-    kind: HandoffKind
+    kind: type[Source]
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     ranges: PageRanges | None = None  # from Grant on
     admitted: bool = False
@@ -180,7 +180,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             self._send(stream, HandoffFailed(id, reason, retryable=True))
             return
         source = message.source
-        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
+        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, type(source))
         self._next_serial += 1
         self._handoffs[id], self._ids[handoff.serial] = handoff, id
         self._budgets.set(id, now + message.remaining.budget_s)

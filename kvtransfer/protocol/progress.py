@@ -27,7 +27,7 @@ from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables, num_pages_of
 from kvtransfer.frontend_messages import EndStream, SendMessage
-from kvtransfer.messages import AnyMessage, HandoffKind
+from kvtransfer.messages import AnyMessage, Live, Prefix, Source
 from kvtransfer.ports import PIECES, TablePages
 
 
@@ -74,7 +74,7 @@ class RangeEnds(NamedTuple):
 
 
 def granted(
-    kind: HandoffKind,
+    kind: type[Source],
     tables: PageTables,
     *,
     num_tokens: int,
@@ -96,12 +96,12 @@ def granted(
         check_prefix(prefix_tokens, 0, 1)
         return PageRanges(_PIECES, _PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
     ends = None
-    if kind is HandoffKind.LIVE:
+    if kind is Live:
         check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
         ends = RangeEnds(num_tokens, room_tokens, 1)
     else:
         check_prefix(prefix_tokens, num_tokens, tables.page_size)
-        if kind is HandoffKind.PREFIX:
+        if kind is Prefix:
             ends = RangeEnds(prefix_tokens, num_tokens, tables.page_size)
     return PageRanges(
         tables, destination or tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends
@@ -109,7 +109,7 @@ def granted(
 
 
 def table_pages(
-    kind: HandoffKind, tables: PageTables, spans: Sequence[PageSpan]
+    kind: type[Source], tables: PageTables, spans: Sequence[PageSpan]
 ) -> tuple[TablePages, ...]:
     """Return the number of pages of a range's spans for each table, without those of the state."""
     of_tables = [span for span in spans if span.table < tables.num_tables]
