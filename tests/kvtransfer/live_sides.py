@@ -254,7 +254,7 @@ class Beneath:
     def by_ticket(self, ticket: int) -> Running | None:
         return self.requests.get(ticket)
 
-    def moved_away(self, *, completed: bool) -> None:
+    def count(self, name: str, number: int = 1) -> None:
         pass
 
     def post(self, command: Any) -> None:

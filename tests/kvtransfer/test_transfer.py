@@ -187,7 +187,7 @@ class Rig:
         """A whole hand-off up to its first token."""
         self.begin(id)
         self.publish_last(id)
-        assert self.consumer.next(FirstTokenEvent).token == 42
+        assert self.consumer.next(FirstTokenEvent).output.token == 42
 
     def landed(self, *pages: int) -> bool:
         """Return whether the landing pages 1, 2, ... hold these pages of the source."""

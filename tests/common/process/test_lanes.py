@@ -103,7 +103,7 @@ async def test_nobody_waits_for_an_engine_that_is_gone(ends):
     await asyncio.sleep(0)
     ends.engine.close()
     await asyncio.wait_for(waiting, 60)
-    assert ends.ended == ["end of file"]
+    assert len(ends.ended) == 1
     lane.send(MIB)  # no effect
 
 
