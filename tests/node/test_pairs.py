@@ -556,7 +556,7 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
 
 
 async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
-    """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
+    """Seen failing without `room` in PairStream.take: all of it is taken, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
     long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_consumer=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
