@@ -22,11 +22,12 @@ from common.requests.logprobs import Logprobs, join, split
 from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.state import DecodeState
 from engine.batch.limits import TokenBudget
-from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.batch.request import FinishReason, Request
+from kvtransfer.messages import SampledOutput
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 from node.request_state import Claim, Ending, as_request_end
-from node.timings import RequestHistory, RequestTimings, of_request
+from node.timings import RequestHistory, RequestTimings
 
 _NAMES = (
     *("handoffs_opened", "handoffs_completed", "handoffs_failed", "handoff_retries", "pages_read"),
@@ -37,7 +38,9 @@ _NAMES = (
     *("moves/away", "moves/refused", "moves/here"),
     *("canaries/passed", "canaries/failed", "canaries/unknown"),
 )
-_LOCAL = ("colocated", "short", "no_prefill_node", "exhausted")
+_LOCAL = tuple(
+    f"local_prefills/{why}" for why in ("colocated", "short", "no_prefill_node", "exhausted")
+)
 _REFUSALS = {
     StatusCode.INVALID_ARGUMENT: "invalid",
     StatusCode.DEADLINE_EXCEEDED: "deadline",
@@ -160,21 +163,11 @@ class DecodeCounters:
     """
 
     def __init__(self) -> None:
-        self._totals = dict.fromkeys(_NAMES, 0)
-        self._local = dict.fromkeys(_LOCAL, 0)
+        self._totals = dict.fromkeys((*_NAMES, *_LOCAL), 0)
         self._seconds = LiveHistogram(HANDOFF_S)
 
-    def link(self, *, up: bool) -> None:
-        self._totals["link_changes/up" if up else "link_changes/down"] += 1
-
-    def local_prefill(self, reason: str) -> None:
-        """Count a local prefill for one of the reasons in `_LOCAL`."""
-        self._local[reason] += 1
-
-    def opened(self, attempt: int) -> None:
-        """Count an opened hand-off. Attempts are numbered from 1."""
-        self._totals["handoffs_opened"] += 1
-        self._totals["handoff_retries"] += attempt > 1
+    def count(self, name: str, number: int = 1) -> None:
+        self._totals[name] += number
 
     def held(
         self, seconds: float, *, pages_read: int, tokens: int, own: int, producer_cached: int
@@ -194,31 +187,12 @@ class DecodeCounters:
         totals["handoff_tokens/computed"] += tokens - max(own, producer_cached)
         self._seconds.add(seconds)
 
-    def moved_away(self, *, completed: bool) -> None:
-        """Count an outgoing migration. If it is not completed, the request continues here."""
-        self._totals["moves/away" if completed else "moves/refused"] += 1
-
-    def moved_here(self) -> None:
-        self._totals["moves/here"] += 1
-
-    def canary(self, verdict: str) -> None:
-        """Count a verdict: "passed", "failed" or "unknown"."""
-        self._totals[f"canaries/{verdict}"] += 1
-
-    def lost(self) -> None:
-        self._totals["handoffs_failed"] += 1
-
     def refused(self, error: ServingError) -> None:
         reason = _REASONS.get(type(error)) or _REFUSALS.get(error.status, "overloaded")
         self._totals[f"refused/{reason}"] += 1
 
-    def dropped(self, finish: RequestEnd) -> None:
-        """Count a request that waited too long in a queue. Only such an end has a retry delay."""
-        self._totals["refused/dropped"] += finish.retry_after_s > 0.0
-
     def totals(self) -> dict[str, int]:
-        by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}
-        return {**self._totals, "local_prefills": sum(self._local.values()), **by_reason}
+        return {**self._totals, "local_prefills": sum(self._totals[name] for name in _LOCAL)}
 
     def distributions(self) -> Mapping[str, HistogramCounts]:
         return {"handoff_seconds": self._seconds.counted()}
@@ -285,17 +259,11 @@ class ActiveRequests:
         """Report the cached tokens. The router keeps only the first report."""
         self.outbox.begin(state.origin, state.request.cached_tokens)
 
-    def send_first_token(
-        self,
-        state: DecodeState,
-        token: int,
-        logprobs: Logprobs | None,
-        prompt_logprobs: Logprobs | None,
-    ) -> None:
+    def send_first_token(self, state: DecodeState, output: SampledOutput) -> None:
         self.report_cached_tokens(state)
-        self.send_tokens(state, (token,), logprobs)
-        if prompt_logprobs is not None:
-            self.outbox.prompt_logprobs(state.origin, prompt_logprobs)
+        self.send_tokens(state, (output.token,), output.logprobs)
+        if output.prompt_logprobs is not None:
+            self.outbox.prompt_logprobs(state.origin, output.prompt_logprobs)
 
     def send_tokens(
         self, state: DecodeState, tokens: Sequence[int], logprobs: Logprobs | None
@@ -322,7 +290,8 @@ class ActiveRequests:
         if isinstance(ending, ServingError):
             self.counters.refused(ending)
         else:
-            self.counters.dropped(ending)
+            # Only a request that waited too long in a queue has a retry delay.
+            self.counters.count("refused/dropped", ending.retry_after_s > 0.0)
         if self._by_origin.get(state.origin) is state:  # a rejected request may be absent
             del self._by_origin[state.origin]
         end, timings = as_request_end(ending), state.timings
@@ -338,16 +307,10 @@ class ActiveRequests:
         self.outbox.end(stream, ended)
 
     def explain(self, request_id: str) -> RequestTraces:
-        """Return the traces of the requests with this id, active and ended."""
-        found = [*self._history.find(request_id), *self._active_timings(request_id)]
-        now = time.monotonic()
-        return RequestTraces(tuple(of_request(each, now) for each in found), len(self._history))
+        return self._history.explain(request_id, self._active_timings(request_id))
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return (request id, trace) of the last ended requests and of all active ones."""
-        found = [*self._history.last(num_ended), *self._active_timings()]
-        now = time.monotonic()
-        return [(timings.request_id, of_request(timings, now)) for timings in found]
+        return self._history.flights(num_ended, self._active_timings())
 
     def _active_timings(self, request_id: str | None = None) -> Iterable[RequestTimings]:
         """Yield the timings of active requests with this id (None: of all)."""

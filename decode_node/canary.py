@@ -176,7 +176,7 @@ class Canary:
         if verdict == "failed" and check.number < NUM_ANSWERS:
             self._try(subject, check.number + 1)
             return []
-        self._counts.canary(verdict)
+        self._counts.count(f"canaries/{verdict}")
         in_use = subject.standing is _Standing.IN_USE
         # An unknown result changes nothing for a producer that was excluded before.
         if verdict == "passed" or (verdict == "unknown" and subject.standing != _Standing.KEPT_OUT):
@@ -214,7 +214,7 @@ class Canary:
         new = [each for each in self.unchecked.values() if each.standing is _Standing.NEW]
         for each in new:
             each.standing = _Standing.IN_USE
-            self._counts.canary("unknown")
+            self._counts.count("canaries/unknown")
         return [each.producer for each in new]
 
     def _try(self, subject: _Unchecked, number: int = 1) -> None:

@@ -27,7 +27,7 @@ from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.active_requests import ActiveRequests, DecodeCounters, TokenOutbox
 from decode_node.admission import PrefixLocations, RequestAdmission
 from decode_node.canary import STREAM, Canary
-from decode_node.handoffs import FailedHandoff, HandoffLimits, IncomingHandoffs
+from decode_node.handoffs import FailedHandoff, IncomingHandoffs
 from decode_node.outgoing_migrations import OutgoingMigrations
 from decode_node.placement import PrefillPlacement
 from decode_node.queues import DecodeQueues, PausedQueue, PrefixFetchQueue, UnpairedQueue
@@ -47,7 +47,6 @@ from kvtransfer.ports import (
     GrantedEvent,
     OpenedEvent,
     ProducerDown,
-    ProducerRate,
     ProducerUp,
     ReadsEndedEvent,
     SetWeightVersion,
@@ -191,15 +190,10 @@ class DecodeRole:
                 case _ if self._sharing.handle(event):
                     continue
                 case ProducerUp():
-                    self._queues.unpaired.producer_up(event)
-                    self._active.counters.link(up=True)
-                    self._control.link_up(event)
-                case ProducerRate():
-                    self._control.link_measured(event.address, event.gib_per_s)
-                case ProducerDown():
-                    if self._queues.unpaired.producer_down(event, now):
-                        self._active.counters.link(up=False)
-                        self._control.links.pop(event.address, None)
+                    self._active.counters.count("link_changes/up")
+                case ProducerDown(address=address):
+                    self._queues.unpaired.lost(address, now)
+                    self._active.counters.count("link_changes/down")
                 case CompletedEvent():
                     self._handoffs.completed(event)
                 case FailedEvent():
@@ -268,7 +262,6 @@ class DecodeRole:
 
     def set_weight_version(self, weights: WeightsId) -> None:
         self._port.post(SetWeightVersion(weights))
-        self._control.links.clear()
 
     def explain(self, request_id: str) -> RequestTraces:
         return self._active.explain(request_id)
@@ -414,11 +407,9 @@ def _make_handoffs(
             page_bytes=engine.page_bytes,
         ),
         active=active,
-        limits=HandoffLimits(
-            runtime.instance,
-            engine.core.limits.vocabulary_size,
-            config.max_inflight_pages or engine.core.pages.num_pages // 2,
-        ),
+        instance=runtime.instance,
+        vocabulary_size=engine.core.limits.vocabulary_size,
+        max_granted_pages=config.max_inflight_pages or engine.core.pages.num_pages // 2,
     )
 
 
@@ -438,7 +429,7 @@ def _make_queues(
             *(() if tiers is None else (TierLoadQueue(tiers, scheduler),)),
         ),
         paused=PausedQueue(scheduler),
-        unpaired=UnpairedQueue(config.reconnect_wait_s),
+        unpaired=UnpairedQueue(sharing.shared.producers, config.reconnect_wait_s),
         fetching=PrefixFetchQueue(sharing.fetches),
         prealloc=handoffs.prealloc,
         transfer=handoffs.transfer,

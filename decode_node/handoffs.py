@@ -31,7 +31,15 @@ from decode_node.active_requests import ActiveRequests
 from decode_node.queues import PreallocQueue, TransferQueue
 from decode_node.state import DecodeState, HandoffAttempt, PageReservations
 from engine.batch.request import Ints, Request
-from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, Live, Prompt, Source
+from kvtransfer.messages import (
+    CancelHandoff,
+    HandoffAdmitted,
+    HandoffId,
+    Live,
+    Prompt,
+    SampledOutput,
+    Source,
+)
 from kvtransfer.ports import (
     CompletedEvent,
     ConsumerCommands,
@@ -68,22 +76,12 @@ class FailedHandoff(NamedTuple):
     event: FailedEvent
 
 
-class HandoffLimits(NamedTuple):
-    """Parameters of incoming hand-offs.
-
-    Attributes:
-        instance: instance id of this node, by which producers identify its attempts.
-        max_granted_pages: limit for attempts without a first token.
-    """
-
-    instance: int
-    vocabulary_size: int
-    max_granted_pages: int
-
-
 class IncomingHandoffs:
     """The hand-offs that this node receives. Engine thread only.
 
+    Args:
+        instance: instance id of this node, by which producers identify its attempts.
+        max_granted_pages: limit for attempts without a first token.
     Attributes:
         prealloc: requests whose attempts wait for pages.
         transfer: requests with granted attempts.
@@ -96,14 +94,18 @@ class IncomingHandoffs:
         scheduled: SchedulerQueue[DecodeState],
         reservations: PageReservations,
         active: ActiveRequests,
-        limits: HandoffLimits,
+        instance: int,
+        vocabulary_size: int,
+        max_granted_pages: int,
     ) -> None:
         self._port = port
         self._scheduled = scheduled
         self._scheduler = scheduled.scheduler
         self._reservations = reservations
         self._active = active
-        self._limits = limits
+        self._instance = instance
+        self._vocabulary_size = vocabulary_size
+        self._max_granted_pages = max_granted_pages
         self.prealloc = PreallocQueue(self._cancel)
         self.transfer = TransferQueue(self._cancel, self._scheduler.kept)
         self._by_id: dict[HandoffId, DecodeState] = {}  # in either queue
@@ -134,7 +136,7 @@ class IncomingHandoffs:
         timings = HandoffTimings(producer.address, producer.path, opened=now)
         state.timings.open(timings)
         attempt = HandoffAttempt(
-            HandoffId(self._limits.instance, state.key, state.next_attempt),
+            HandoffId(self._instance, state.key, state.next_attempt),
             producer.instance,
             request.token_ids[:-1] if room_tokens else request.token_ids,
             num_pages,
@@ -148,7 +150,8 @@ class IncomingHandoffs:
         state.handoff = attempt
         self.prealloc.put(state)
         waits.join(state.key, QueueEntry(-math.inf, num_pages, priority, came), now)
-        self._active.counters.opened(attempt.id.attempt)
+        self._active.counters.count("handoffs_opened")
+        self._active.counters.count("handoff_retries", attempt.id.attempt > 1)
         budget_s = max(request.deadline - now, _LEAST_BUDGET_S)
         self._port.post(
             OpenCommand(
@@ -179,7 +182,7 @@ class IncomingHandoffs:
 
     @property
     def _num_unready(self) -> float:
-        return self.transfer.num_unready(self._limits.max_granted_pages)
+        return self.transfer.num_unready(self._max_granted_pages)
 
     def _next_fitting(self, now: float, floor: float) -> DecodeState | None:
         if not self.prealloc:
@@ -263,22 +266,22 @@ class IncomingHandoffs:
             return None
         if state.attempt.migrates:
             return self._tokens_of_migration(state, event)
-        request, attempt = state.request, state.attempt
+        request, attempt, output = state.request, state.attempt, event.output
         reason = ""
-        if event.token >= self._limits.vocabulary_size:
-            reason = f"its first token is {event.token}, outside the vocabulary"
-        elif not _as_asked(request, event):
+        if output.token >= self._vocabulary_size:
+            reason = f"its first token is {output.token}, outside the vocabulary"
+        elif not _as_asked(request, output):
             reason = "its first token came without the requested log-probabilities"
         if reason:
             return self._fail(event.id, reason)
         stamps = attempt.stamps
-        stamps.first_ready, stamps.times = event.first_ready, event.times
+        stamps.first_ready, stamps.times = event.first_ready, output.times
         stamps.first_token = time.monotonic()
         state.timings.note_first_token(stamps.first_token)
-        attempt.first_token = event.token
+        attempt.output = output
         request.cached_tokens = attempt.cached_tokens
-        self._active.send_first_token(state, event.token, event.logprobs, event.prompt_logprobs)
-        end = self._scheduler.finish_of(request, event.token)
+        self._active.send_first_token(state, output)
+        end = self._scheduler.finish_of(request, output.token)
         if end is not None:
             self.transfer.take(state)
             self._cancel(state, "its first token ends the response")
@@ -292,19 +295,19 @@ class IncomingHandoffs:
         are sent only when the hand-off completes, because until then the request runs at its
         source.
         """
-        request, attempt = state.request, state.attempt
-        fresh = (*event.token_ids, event.token)
+        request, attempt, output = state.request, state.attempt, event.output
+        fresh = (*output.token_ids, output.token)
         reason = ""
-        if max(fresh) >= self._limits.vocabulary_size:
+        if max(fresh) >= self._vocabulary_size:
             reason = f"one of its tokens is {max(fresh)}, outside the vocabulary"
         elif fresh[0] != request.token_ids[-1]:
             reason = "its tokens differ from those that the client has received"
-        elif not _has_new_logprobs(request, event):
+        elif not _has_new_logprobs(request, output):
             reason = "its tokens came without the requested log-probabilities"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
             before = dataclasses.replace(request, token_ids=tokens)
-            if self._scheduler.finish_of(before, event.token) is not None:
+            if self._scheduler.finish_of(before, output.token) is not None:
                 reason = "its last token ends the response"
         if reason:
             return self._fail(event.id, reason)
@@ -312,9 +315,9 @@ class IncomingHandoffs:
         attempt.stamps.first_ready, attempt.stamps.first_token = event.first_ready, now
         attempt.until = math.inf  # reads have their own deadlines
         self._note_arrival(now)
-        num_tokens = len(attempt.token_ids) + len(event.token_ids)
+        num_tokens = len(attempt.token_ids) + len(output.token_ids)
         attempt.destination = self._reservations.settle(attempt.reserved, num_tokens)
-        attempt.first_event, attempt.first_token = event, event.token
+        attempt.output = output
         return None
 
     def completed(self, event: CompletedEvent) -> None:
@@ -328,7 +331,7 @@ class IncomingHandoffs:
         state.request.given_by.append(attempt.producer)
         if attempt.migrates:
             self._note_arrival(now)
-            self._active.counters.moved_here()
+            self._active.counters.count("moves/here")
         else:
             self._active.counters.held(
                 now - attempt.opened,
@@ -378,10 +381,10 @@ class IncomingHandoffs:
             state.claims.hand_over(Claim.RESERVATION)
             self._end_attempt(state)
             attempt.stamps.joined = now = time.monotonic()
-            if attempt.first_event is not None:
+            if attempt.migrates and (output := attempt.output) is not None:
                 state.timings.note_first_token(now)
-                fresh = (*attempt.first_event.token_ids, attempt.first_event.token)[1:]
-                self._active.send_tokens(state, fresh, attempt.first_event.logprobs)
+                fresh = (*output.token_ids, output.token)[1:]
+                self._active.send_tokens(state, fresh, output.logprobs)
 
     def failed(self, event: FailedEvent) -> FailedHandoff | None:
         """Remove a failed attempt. Returns None if it was cancelled before."""
@@ -393,7 +396,7 @@ class IncomingHandoffs:
         queue.take(state)
         attempt.extend(state.request)
         self._end_attempt(state)
-        self._active.counters.lost()
+        self._active.counters.count("handoffs_failed")
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
         self._log.info(
             "hand-off failed",
@@ -461,23 +464,20 @@ def _room_to_grow(request: Request) -> int:
     return min(request.sampling.max_tokens - request.num_generated, MOST_GROWTH)
 
 
-def _has_new_logprobs(request: Request, event: FirstTokenEvent) -> bool:
+def _has_new_logprobs(request: Request, output: SampledOutput) -> bool:
     """Return whether the source sent the requested log-probabilities with its new tokens."""
-    wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
-    return len(event.logprobs or ()) == wanted
+    wanted = len(output.token_ids) if request.sampling.logprobs >= 0 else 0
+    return len(output.logprobs or ()) == wanted
 
 
-def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
-    """Return whether the event has the log-probabilities, hidden states and routed experts that the
-    request asks for.
+def _as_asked(request: Request, output: SampledOutput) -> bool:
+    """Return whether the output has the log-probabilities, hidden states and routed experts that
+    the request asks for.
     """
     asked = request.sampling.hidden_states, request.sampling.routed_experts
-    parts = [each for each in (event.logprobs, event.prompt_logprobs) if each]
-    if any((bool(each.hidden_states), bool(each.routed_experts)) != asked for each in parts):
+    rows = output.logprobs, output.prompt_logprobs
+    returned = [(bool(each.hidden_states), bool(each.routed_experts)) for each in rows if each]
+    if any(each != asked for each in returned):
         return False
-    sent = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
-    wanted = [
-        int(request.sampling.logprobs >= 0),
-        request.num_prompt_logprobs,
-    ]
-    return sent == wanted
+    wanted = [int(request.sampling.logprobs >= 0), request.num_prompt_logprobs]
+    return [len(each or ()) for each in rows] == wanted

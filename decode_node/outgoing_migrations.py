@@ -23,7 +23,7 @@ from decode_node.state import DecodeState, MigrationStage, OutgoingMigration
 from engine.batch.request import Ints, moved
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.messages import Live, Prompt
+from kvtransfer.messages import Live, Prompt, SampledOutput
 from kvtransfer.ports import (
     ClosedEvent,
     FailCommand,
@@ -138,7 +138,7 @@ class OutgoingMigrations:
         migration.over, state.migration = True, None
         state.claims.release(Claim.MIGRATION)
         self._pages.drop(migration.exported, PageHolder.PUBLICATION)
-        self._active.counters.moved_away(completed=event.completed)
+        self._active.counters.count("moves/away" if event.completed else "moves/refused")
         if event.completed:
             self.lingers_until = time.monotonic() + LINGER_S
         else:
@@ -198,17 +198,10 @@ class OutgoingMigrations:
         read_s = len(exported) * self._page_bytes / (_SHARE * migration.gib_per_s * _GIB)
         migration.paused_until = now + PAUSE_S + read_s
         migration.move(MigrationStage.PAUSED)
+        fresh = tuple(tokens[migration.num_known : -1].tolist())
+        output = SampledOutput(int(tokens[-1]), fresh, logprobs=logprobs)
         self._port.post(
-            PublishCommand(
-                migration.serial,
-                prefix,
-                num_kv,
-                exported,
-                last=True,
-                first_token=int(tokens[-1]),
-                logprobs=logprobs,
-                token_ids=tuple(tokens[migration.num_known : -1].tolist()),
-            )
+            PublishCommand(migration.serial, prefix, num_kv, exported, last=True, output=output)
         )
 
     def _cancel(self, migration: OutgoingMigration, reason: str) -> None:

@@ -56,7 +56,7 @@ class PrefillPlacement:
         self._handoffs = handoffs
         self._sharing = sharing
         self._canary = canary
-        self._producers = queues.unpaired.producers
+        self._producers = sharing.shared.producers
         self._counters = counters
 
     def place_ready(self, now: float) -> None:
@@ -221,7 +221,7 @@ class PrefillPlacement:
         backlog.join(state.key, QueueEntry(request.due, num_tokens, priority), now)
         state.claims.add(Claim.BACKLOG, lambda: backlog.leave(state.key))
         if not _is_canary(state):  # canaries are not client prompts
-            self._counters.local_prefill(why)
+            self._counters.count(f"local_prefills/{why}")
         state.timings.queued, state.timings.why_here = now, why
 
     def _migrate(self, state: DecodeState, source: MigrateFrom) -> None:

@@ -8,7 +8,7 @@ wait for the same pages in the scheduler, as if both were one queue (engine/sche
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.queueing import PriorityClass, QueueEstimator, class_of
@@ -22,7 +22,6 @@ from engine.scheduler.arrivals import (
     is_overdue,
 )
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, RequestStage, as_request_end
 from node.sharing.fetches import PrefixFetches
@@ -69,32 +68,23 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     nodes are healthy and have cached most of the KV. It pairs with them again within a second or
     two. These requests wait for that, for a limited time.
 
-    Attributes:
-        producers: paired producers, by address.
     Args:
+        producers: addresses of paired producers.
         wait_s: longest wait in seconds, from the last loss of a candidate.
     """
 
     stage = RequestStage.UNPAIRED
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, producers: Container[str], wait_s: float) -> None:
         super().__init__()
+        self._producers = producers
         self._wait_s = wait_s
         self._lost_at: dict[str, float] = {}  # by address
-        self.producers: dict[str, ProducerUp] = {}
 
-    def producer_up(self, event: ProducerUp) -> None:
-        self.producers[event.address] = event
-
-    def producer_down(self, event: ProducerDown, now: float) -> bool:
-        """Remove a producer. Returns whether this node was paired with it."""
-        producer = self.producers.get(event.address)
-        if producer is None or producer.instance != event.instance:
-            return False
-        del self.producers[event.address]
+    def lost(self, address: str, now: float) -> None:
+        """Record that the producer at this address is lost."""
         recent = ((each, at) for each, at in self._lost_at.items() if now - at < self._wait_s)
-        self._lost_at = {**dict(recent), event.address: now}
-        return True
+        self._lost_at = {**dict(recent), address: now}
 
     def worth_until(self, candidates: Collection[str]) -> float:
         """Return until when it is worth waiting for one of the candidates."""
@@ -104,7 +94,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     def ready(self, now: float) -> Iterator[DecodeState]:
         """Remove and yield requests with a paired candidate or an expired wait."""
         for state in self:
-            if state.until <= now or any(each in self.producers for each in state.candidates):
+            if state.until <= now or any(each in self._producers for each in state.candidates):
                 self.take(state)
                 yield state
 
@@ -345,7 +335,7 @@ class TransferQueue(AttemptQueue):
     def is_arriving(self) -> bool:
         """Return whether a migrating request has stopped at its source and is not completed."""
         attempts = (state.attempt for state in self._migrating.values())
-        return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
+        return any(attempt.output is not None and not attempt.held for attempt in attempts)
 
     def ready(self) -> list[DecodeState]:
         """Return the requests whose KV has arrived, in order of completion."""
@@ -359,7 +349,7 @@ class TransferQueue(AttemptQueue):
         if not self._states:
             return math.inf
         attempts = (state.attempt for state in self._states.values())
-        unready = (each.reserved for each in attempts if each.first_token is None)
+        unready = (each.reserved for each in attempts if each.output is None)
         return most - sum(len(each.holding.flat()) for each in unready)
 
 

@@ -293,7 +293,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._submit(stream, message.submits)
         for number in message.cancels:
             self._engine.send(CancelSubmitted(stream.number, number), stream.lane)
-        await self._engine.room(stream.lane)
+        await stream.lane.room()
 
     def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
         """Submit requests to the engine. All rejections are sent in one Step."""
@@ -394,9 +394,9 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             serves_alone=self._abilities.serves_alone,
             falls_back=self._abilities.falls_back,
             links=[
-                router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
-                for peer, path, gib_per_s, _ in (moving.links if moving else ())
-                if peer not in self._sources  # only links to prefill nodes
+                router_pb2.LinkState(peer=link.address, path=link.path, gib_per_s=link.gib_per_s)
+                for link in (moving.links if moving else ())
+                if link.address not in self._sources  # only links to prefill nodes
             ],
             pages_total=ready.num_pages if ready else 0,
             pages_free=moving.pages_free if moving else 0,

@@ -20,8 +20,8 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.messages import HandoffId
-from kvtransfer.ports import FirstTokenEvent, Ints
+from kvtransfer.messages import HandoffId, SampledOutput
+from kvtransfer.ports import Ints
 from node.messages import Placement
 from node.request_state import RequestStage, RequestState
 from node.timings import HandoffTimings, RequestTimings
@@ -149,7 +149,7 @@ class HandoffAttempt(msgspec.Struct, eq=False):
         until: deadline of the current wait of a migration, by time.monotonic().
         destination: reserved pages, from the grant on.
         growth_pages: pages to keep free for the request after it joins.
-        first_event: for migrations, tokens that are sent to the client after the join.
+        output: sent to the client at once, or for a migration after the join.
         held: the KV has arrived and is correct. The request waits at most for a slot.
     """
 
@@ -165,8 +165,7 @@ class HandoffAttempt(msgspec.Struct, eq=False):
     destination: PageReservation | None = None
     growth_pages: int = 0
     producer_cached_tokens: int = 0
-    first_token: int | None = None
-    first_event: FirstTokenEvent | None = None
+    output: SampledOutput | None = None
     held: bool = False
 
     @property
@@ -189,9 +188,8 @@ class HandoffAttempt(msgspec.Struct, eq=False):
         """Append the first token to the request if it has arrived, for a migration together with
         the tokens that its source generated before. Idempotent.
         """
-        if self.first_token is not None:
-            before = self.first_event.token_ids if self.first_event else ()
-            fresh = np.array((*before, self.first_token), np.int32)
+        if self.output is not None:
+            fresh = np.array((*self.output.token_ids, self.output.token), np.int32)
             request.token_ids = np.concatenate((self.token_ids, fresh))
 
 
@@ -306,5 +304,5 @@ class DecodeState(RequestState):
                 "open_s": now - attempt.opened,
             }
         if attempt is not None and self.stage is RequestStage.TRANSFER:
-            fields |= {"first_token": attempt.first_token is not None, "held": attempt.held}
+            fields |= {"first_token": attempt.output is not None, "held": attempt.held}
         return fields

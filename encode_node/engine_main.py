@@ -35,7 +35,7 @@ from engine.sizing import whole_layout
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.pairing import PairHello, region_of
+from kvtransfer.pairing import PairHello
 from kvtransfer.ports import ClosedEvent, GrantedEvent, NodeCommand, NodeEvent, OpenedEvent
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
@@ -164,7 +164,7 @@ class EncodeEngine:
     def __init__(
         self,
         channel: EngineChannel,
-        transfer: TransferThread[NodeCommand, NodeEvent],
+        transfer: TransferThread[NodeCommand],
         exports: EmbeddingExports,
         gauges: Callable[[], dict[str, float]],
         weights: WeightsId,
@@ -278,7 +278,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
 def _make_transfer(
     start: EngineStart[EncodeConfig], loaded: LoadedEncoder, clock: TurnClock
-) -> TransferThread[NodeCommand, NodeEvent]:
+) -> TransferThread[NodeCommand]:
     """Serve the pages, and return the transfer thread, which is not started yet."""
     config, layout, kv = start.config, loaded.layout, loaded.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(loaded.opened.device))
@@ -293,7 +293,7 @@ def _make_transfer(
         start.instance,
     )
     hello = PairHello.of(
-        start.instance, start.address, loaded.fingerprint, (region_of(pool),), layout.state_pages
+        start.instance, start.address, loaded.fingerprint, (pool.region,), layout.state_pages
     )
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     steps = config.engine.scheduler

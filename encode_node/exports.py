@@ -186,9 +186,7 @@ class EmbeddingExports:
         assert export.filling is not None and export.pages is not None
         export.filling.result()  # an error ends the node
         export.published, num_pages = True, len(export.pages)
-        self._port.post(
-            PublishCommand(serial, 0, num_pages, export.pages, last=True, first_token=None)
-        )
+        self._port.post(PublishCommand(serial, 0, num_pages, export.pages, last=True))
 
     def _copy(self, rows: Tensor, pages: Ints, piece_bytes: int) -> None:
         """Copy embeddings into pages, on the worker thread. Fills pages with zeros after each

@@ -6,8 +6,8 @@ like this:
 
     consumer's frontend                   producer's frontend
       sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_consumer=False)
-                                          waits for PeerHello (or PairEnd) of that stream
-      PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
+                                          waits for SendMessage of that stream with its
+      PairOpened(stream, hello,   <-Hello-- Hello (or for EndStream)
                  as_consumer=True)
 
 The producer waits at most 5 s for the consumer's Hello, and the consumer 15 s for the producer's.
@@ -58,26 +58,27 @@ class LocalHello(msgspec.Struct, frozen=True, tag=True):
     hello: PairHello
 
 
-class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """The Hello that this node sends as a producer on one stream, with paths for that consumer."""
+class SendMessage(msgspec.Struct, frozen=True, tag=True):
+    """A message to send on a stream. A producer sends its Hello first, with paths for that
+    consumer.
+    """
 
     stream: int
-    hello: PairHello
+    message: PairHello | AnyMessage
 
 
-class PairSend(msgspec.Struct, frozen=True, tag=True):
-    stream: int
-    message: AnyMessage
-
-
-class PairEnd(msgspec.Struct, frozen=True, tag=True):
+class EndStream(msgspec.Struct, frozen=True, tag=True):
     """A request to end the stream now. Messages sent before may be lost. If this node is the
-    consumer, it dials again later.
+    consumer, it dials again later. The sender ignores further input of the stream.
+
+    Attributes:
+        refused: the nodes are incompatible or the peer has broken the protocol, so an immediate
+            retry is useless (FAILED_PRECONDITION). Otherwise the status is UNAVAILABLE.
     """
 
     stream: int
     reason: str
-    refused: bool  # FAILED_PRECONDITION (mismatch or violation), else UNAVAILABLE
+    refused: bool
 
 
 class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -90,4 +91,4 @@ class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
     late_s: float  # seconds by which the engine's next progress is overdue
 
 
-PairOutput: TypeAlias = LocalHello | PeerHello | PairSend | PairEnd | EngineHeartbeat
+PairOutput: TypeAlias = LocalHello | SendMessage | EndStream | EngineHeartbeat

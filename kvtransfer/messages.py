@@ -4,7 +4,6 @@ to protobuf.
 They follow Hello, which opens a stream and is defined in `pairing.py`.
 """
 
-from enum import Enum, auto
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
@@ -27,27 +26,19 @@ class HandoffId(NamedTuple):
         return f"{self.instance:016x}-{self.request}-{self.attempt}"
 
 
-class HandoffKind(Enum):
-    """The content of a hand-off, one value for each `source` of an OpenHandoff."""
+class HandoffSource(msgspec.Struct, frozen=True):
+    """The content of a hand-off.
 
-    PROMPT = auto()
-    LIVE = auto()
-    PREFIX = auto()
-    WEIGHTS = auto()
-    EMBEDDINGS = auto()
+    Attributes:
+        samples: whether a hand-off of this kind ends with a sampled token.
+        in_pieces: whether pages carry pieces of data other than KV, one piece in each page.
+    """
 
-    @property
-    def samples(self) -> bool:
-        """Return whether a hand-off of this kind ends with a sampled token."""
-        return self in (HandoffKind.PROMPT, HandoffKind.LIVE)
-
-    @property
-    def in_pieces(self) -> bool:
-        """Return whether pages carry pieces of data other than KV, one piece in each page."""
-        return self in (HandoffKind.WEIGHTS, HandoffKind.EMBEDDINGS)
+    samples: ClassVar[bool] = False
+    in_pieces: ClassVar[bool] = False
 
 
-class Prompt(msgspec.Struct, frozen=True, tag=True):
+class Prompt(HandoffSource, frozen=True, tag=True):
     """A request whose KV the producer computes.
 
     Attributes:
@@ -59,14 +50,14 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
     prefix_hints: tuple[PrefixHint, ...] = ()
     encode_addresses: tuple[str, ...] = ()
 
-    kind: ClassVar[HandoffKind] = HandoffKind.PROMPT
+    samples: ClassVar[bool] = True
 
     @property
     def num_tokens(self) -> int:
         return self.spec.num_tokens
 
 
-class Live(msgspec.Struct, frozen=True, tag=True):
+class Live(HandoffSource, frozen=True, tag=True):
     """A running request of the producer, for live migration. The producer runs it until the
     hand-off is completed.
 
@@ -77,14 +68,14 @@ class Live(msgspec.Struct, frozen=True, tag=True):
     spec: RequestSpec
     ticket: int
 
-    kind: ClassVar[HandoffKind] = HandoffKind.LIVE
+    samples: ClassVar[bool] = True
 
     @property
     def num_tokens(self) -> int:
         return self.spec.num_tokens
 
 
-class Prefix(msgspec.Struct, frozen=True, tag=True):
+class Prefix(HandoffSource, frozen=True, tag=True):
     """The cached part of a prefix. The producer copies it from its prefix cache and computes
     nothing.
 
@@ -98,14 +89,12 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
     namespace: Namespace = SHARED
     ticket: int = 0
 
-    kind: ClassVar[HandoffKind] = HandoffKind.PREFIX
-
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // BYTES_PER_TOKEN
 
 
-class Weights(msgspec.Struct, frozen=True, tag=True):
+class Weights(HandoffSource, frozen=True, tag=True):
     """Consecutive pieces of the weights that the producer serves.
 
     Attributes:
@@ -117,7 +106,7 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
     num_pieces: int
     piece_bytes: int
 
-    kind: ClassVar[HandoffKind] = HandoffKind.WEIGHTS
+    in_pieces: ClassVar[bool] = True
 
     @property
     def num_tokens(self) -> int:
@@ -125,7 +114,7 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
         return self.num_pieces
 
 
-class Embeddings(msgspec.Struct, frozen=True, tag=True):
+class Embeddings(HandoffSource, frozen=True, tag=True):
     """The embeddings of an image, computed by an encode node and cut into pieces like Weights.
 
     Attributes:
@@ -136,7 +125,7 @@ class Embeddings(msgspec.Struct, frozen=True, tag=True):
     num_pieces: int
     piece_bytes: int
 
-    kind: ClassVar[HandoffKind] = HandoffKind.EMBEDDINGS
+    in_pieces: ClassVar[bool] = True
 
     @property
     def num_tokens(self) -> int:
@@ -188,6 +177,24 @@ class HandoffAdmitted(PairRecord, frozen=True, tag=True):
     queued_tokens: int
 
 
+class SampledOutput(msgspec.Struct, frozen=True):
+    """The output of a hand-off whose kind samples. It comes with the last range.
+
+    Attributes:
+        token: the first token. Of a running request, the newest one, which has no KV.
+        token_ids: of a running request, the tokens with KV from the end of Open's tokens on.
+        times: of a prompt, as its producer measured them.
+        logprobs: of the last tokens, up to `token`, if requested.
+        prompt_logprobs: of the prompt from the first requested token on.
+    """
+
+    token: int
+    token_ids: tuple[int, ...] = ()
+    times: PrefillTimes | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
 class PagesReady(PairRecord, frozen=True, tag=True):
     """A token range [start, end) whose KV in `pages` of the producer is final and readable.
     `PageTables.spans` defines the pages of a range and their order.
@@ -198,16 +205,9 @@ class PagesReady(PairRecord, frozen=True, tag=True):
     end: int
     pages: tuple[int, ...]
     last: bool
-    first_token: int | None  # set if and only if last, and the kind samples
-    times: PrefillTimes | None = None  # with last
-    logprobs: Logprobs | None = None  # of the first token, if requested
-    # With last: logprobs of the prompt from the first requested token on.
-    prompt_logprobs: Logprobs | None = None
+    output: SampledOutput | None  # set if and only if last, and the kind samples
     # (index in `pages`, checksum) of sampled pages, in order.
     sums: tuple[tuple[int, int], ...] = ()
-    # LIVE: the tokens with KV from the end of Open's tokens on. first_token is the newest token,
-    # which has no KV. logprobs are of the last len(token_ids) tokens, including first_token.
-    token_ids: tuple[int, ...] = ()
 
 
 class ReadsDone(PairRecord, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from common.copy_map import NodeShape
 from common.errors import LayoutMismatch
 from common.limits import MAX_RANKS
 from common.requests.namespace import WeightsId
-from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.base import PoolRegion
 
 PROTOCOL_VERSION = 11
 _MAX_SHOWN = 200  # characters shown of text from a peer
@@ -30,18 +30,6 @@ class DataPath(msgspec.Struct, frozen=True):
     backend: str
     description: bytes
     rank: int = 0
-
-
-class PoolRegion(msgspec.Struct, frozen=True):
-    """The pages of one rank of the sender. Page i begins at base + i * page_bytes."""
-
-    base: int
-    page_bytes: int
-    num_pages: int
-
-
-def region_of(pool: PagePool) -> PoolRegion:
-    return PoolRegion(pool.base, pool.page_bytes, pool.num_pages)
 
 
 class PairHello(msgspec.Struct, frozen=True, tag=True):

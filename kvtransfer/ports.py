@@ -19,10 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Remaining
-from common.requests.logprobs import Logprobs
 from common.requests.namespace import Namespace, WeightsId
-from common.requests.timeline import PrefillTimes
-from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, Source
+from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, SampledOutput, Source
 
 Ints = NDArray[np.int32]
 
@@ -107,6 +105,8 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
 
 # Events to a consumer's engine. HandoffAdmitted is one, too.
 
+LINK_PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
+
 
 class LinkMember(msgspec.Struct, frozen=True, array_like=True):
     """One member of a link: what one local rank reads from one rank of the producer."""
@@ -127,7 +127,7 @@ class ProducerUp(msgspec.Struct, frozen=True):
 
     instance: int
     address: str
-    path: str  # nvlink | cuda_ipc | rdma | cma | tcp
+    path: str  # one of LINK_PATHS
     gib_per_s: float
     piece_bytes: int
     members: tuple[LinkMember, ...] = ()
@@ -153,12 +153,8 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
     """The first token. Precedes the pages, at most once per id."""
 
     id: HandoffId
-    token: int
+    output: SampledOutput
     first_ready: float = 0.0  # time.monotonic() when the first range was ready
-    times: PrefillTimes | None = None  # as the producer measured them
-    logprobs: Logprobs | None = None  # as in Ready
-    prompt_logprobs: Logprobs | None = None
-    token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
 class CompletedEvent(msgspec.Struct, frozen=True):
@@ -210,11 +206,7 @@ class PublishCommand(msgspec.Struct, frozen=True):
     end: int
     pages: Ints
     last: bool
-    first_token: int | None
-    times: PrefillTimes | None = None  # with last
-    logprobs: Logprobs | None = None  # as in Ready
-    prompt_logprobs: Logprobs | None = None
-    token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
+    output: SampledOutput | None = None  # as in PagesReady
 
 
 class FailCommand(msgspec.Struct, frozen=True):

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.messages import HandoffId
-from kvtransfer.pairing import PairHello, PoolRegion
-from kvtransfer.ports import LinkMember, TablePages
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import TablePages
 
 MOST_PAGES = 4096  # of one message
 MOST_BYTES = 96 << 10  # of the Hello in one OpenRankLink
@@ -66,7 +67,7 @@ class PollPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Connect to the ranks of a producer over one backend. The reply is a RankLinkUp.
+    """Connect to the ranks of a producer over one backend. The reply is the LinkUp.
 
     Attributes:
         hello: Hello of the producer, with the paths of that backend only.
@@ -77,14 +78,8 @@ class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hello: PairHello
 
 
-class RankLinkUp(msgspec.Struct, frozen=True, array_like=True):
-    path: str
-    gib_per_s: float
-    members: tuple[LinkMember, ...]
-
-
 class ReadRankPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read this rank's part of pages, see StartRead. The reply is a RankReadEnded.
+    """Read this rank's part of pages, see StartRead. The reply is the ReadEnded.
 
     Attributes:
         source_pages, destination_pages: int32, at most MOST_PAGES each.
@@ -95,15 +90,6 @@ class ReadRankPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     source_pages: bytes
     destination_pages: bytes
     spans: tuple[TablePages, ...]
-
-
-class RankReadEnded(msgspec.Struct, frozen=True, array_like=True):
-    """See ReadEnded."""
-
-    num_bytes: int
-    num_parts: int
-    seconds: float
-    refused: str
 
 
 class CloseRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -24,6 +24,7 @@ from common.errors import ConfigError, RankLost
 from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone
 from common.process.polling import poll_ready
+from common.process.wakeup import WakeUp
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ class EngineChannel:
     def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
         self._frames = frames
         self._handed_over = handed_over
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_up = WakeUp()
         self._poll = select.poll()
-        self._poll.register(self._wakeup, select.POLLIN)
+        self._poll.register(self._wake_up, select.POLLIN)
 
     def take(self) -> list[FrontMessage]:
         """Return the messages that have arrived since the last call, in order. Never blocks.
@@ -76,20 +77,18 @@ class EngineChannel:
         events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
         self._poll.register(self._frames, events)
         ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
-        if any(fd == self._wakeup for fd, _ in ready):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wakeup)
+        if any(fd == self.wakeup for fd, _ in ready):
+            self._wake_up.clear()
         self._frames.flush()
 
     def wake(self) -> None:
         """End the current or the next `wait`. Any thread may call it. Never blocks."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._wakeup, 1)
+        self._wake_up.wake()
 
     @property
     def wakeup(self) -> int:
         """The eventfd that `wake` writes to, for other processes."""
-        return self._wakeup
+        return self._wake_up.fileno()
 
     def watch(self, descriptor: int) -> None:
         """Make `wait` return at once while this descriptor is readable."""
@@ -116,7 +115,6 @@ class EngineChannel:
     def close(self) -> None:
         self._frames.close()
         self._handed_over.close()
-        os.close(self._wakeup)
 
 
 @dataclass(frozen=True, slots=True)

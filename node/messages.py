@@ -5,7 +5,7 @@ of one stream never affects requests of another.
 """
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -18,7 +18,7 @@ from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Na
 from common.requests.pooling import PoolingParams
 from common.requests.timeline import RequestTraces
 from common.tracing.context import UNTRACED, TraceContext
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import ProducerUp
 from node.timings import ProducerTimings, RequestTimings
 
 
@@ -318,15 +318,6 @@ class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
     weights: WeightsId = UNNAMED  # weights that were checked, or are in use now
 
 
-class NodeLink(NamedTuple):
-    """A link to a usable producer."""
-
-    address: str
-    path: str
-    gib_per_s: float
-    members: tuple[LinkMember, ...] = ()  # if it has several members
-
-
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """The engine's report, sent at least once a second while the loop turns, idle or not.
 
@@ -338,7 +329,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     steps: int
     gauges: dict[str, float]
     state: str  # "ready" | "paused" | "draining"
-    links: tuple[NodeLink, ...]
+    links: tuple[ProducerUp, ...]  # of usable producers
     distributions: dict[str, HistogramCounts] = {}
     pages_free: int = 0  # including pages that only the prefix cache holds
     backlogs: dict[str, QueueBacklog] = {}  # "prompts", and on a decode node also "pages"

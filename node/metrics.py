@@ -23,6 +23,7 @@ from common.metrics.declared import (
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.pausing import MEMORY_TAGS, PAUSE_MODES
 from common.queueing import CLASSES, QueueBacklog
+from kvtransfer.ports import LINK_PATHS
 from node.messages import EngineStats
 
 Role = Literal["prefill", "decode", "encode"]
@@ -43,7 +44,6 @@ QUEUES = (
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
 MODES = ("extend", "decode", "mixed", "verify", "split")
-PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 TIERS = ("host", "file")
 RANKS = tuple(map(str, range(MAX_RANKS)))
@@ -299,25 +299,27 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         cause=("own", "asked", "limited"),
     ),
     "total_read_bytes": counter(
-        "baton_handoff_read_bytes", "Total bytes that this node read from other nodes.", path=PATHS
+        "baton_handoff_read_bytes",
+        "Total bytes that this node read from other nodes.",
+        path=LINK_PATHS,
     ),
     "total_read_descriptors": counter(
         "baton_handoff_read_descriptors",
         "Total transfer descriptors of the reads in baton_handoff_read_bytes_total. One "
         "descriptor is a page or a part of a page.",
-        path=PATHS,
+        path=LINK_PATHS,
     ),
     "read_seconds": histogram(
         "baton_handoff_read_seconds",
         "Seconds of one read, which has the pages of one chunk.",
         distribution.READ_S,
-        path=PATHS,
+        path=LINK_PATHS,
     ),
     "total_reads_refused": counter(
         "baton_handoff_reads_refused",
         "Total reads that the other node refused, because it had not published these pages to "
         "this node.",
-        path=PATHS,
+        path=LINK_PATHS,
     ),
     "reads_in_flight": gauge(
         "baton_handoff_reads_in_flight", "Current reads that have started and not ended."
@@ -424,12 +426,12 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     "links": gauge(
         "baton_links",
         "Current usable connections over which this node reads KV from other nodes, by data path.",
-        path=PATHS,
+        path=LINK_PATHS,
     ),
     "link_rate": gauge(
         "baton_link_min_bytes_per_second",
         "Rate of the slowest link of each data path, as measured at pairing and since.",
-        path=PATHS,
+        path=LINK_PATHS,
         sparse=True,
     ),
 }
@@ -625,9 +627,9 @@ def _reported(
         yield f"queued/{queue}", backlog.queued_s
     rates: dict[str, list[float]] = {}
     by_rank: dict[int, list[float]] = {}
-    for _, path, gib_per_s, members in moving.links:
-        rates.setdefault(path, []).append(gib_per_s * 2**30)
-        for member in members:
+    for link in moving.links:
+        rates.setdefault(link.path, []).append(link.gib_per_s * 2**30)
+        for member in link.members:
             by_rank.setdefault(member.rank, []).append(member.gib_per_s * 2**30)
     for path, of_path in rates.items():
         yield f"links/{path}", float(len(of_path))

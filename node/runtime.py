@@ -35,10 +35,10 @@ from engine.profiler import Profiler
 from engine.ranks.lockstep import ShutdownStage
 from engine.runner.forwards import Forwards
 from kvtransfer import data_paths
-from kvtransfer.backends.base import PagePool, TransferBackend
+from kvtransfer.backends.base import PagePool, PoolRegion, TransferBackend
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.pairing import PairHello, PoolRegion, region_of
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import NodeCommand, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.node_paths import start_ranks
@@ -60,6 +60,7 @@ from node.engine_process import EngineStart
 from node.messages import EngineReady, GroupDrains
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import SharedReads
 from node.sharing.weights import WeightSharing
 
 
@@ -136,7 +137,7 @@ class NodeRuntime:
     instance: int  # instance id by which peers identify this node's hand-offs
     channel: FrontendChannel
     clock: StepClock
-    transfer: TransferThread[NodeCommand, NodeEvent]
+    transfer: TransferThread[NodeCommand]
     control: EngineControl
     weights: WeightSharing
     sharing: PrefixSharing
@@ -174,7 +175,8 @@ class NodeRuntime:
         memory = _make_memory(engine, start, PageAccess(transfer.post, paths.offers), pinned)
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.notify = channel.wake
-        weights = _make_weights(engine, start, transfer)
+        shared = SharedReads(start.instance, engine.cache, transfer)
+        weights = _make_weights(engine, start, shared, transfer)
         fixed = "" if engine.group is None else _IN_A_GROUP
         operations = EngineOperations(engine.weights, weights, memory, profiler, why_fixed=fixed)
 
@@ -193,9 +195,10 @@ class NodeRuntime:
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=operations,
+            links=shared.producers,
             prepare=clock.operation()(switch),
         )
-        sharing = _make_sharing(engine, start, weights)
+        sharing = _make_sharing(engine, start, shared, transfer, weights)
         instance = start.instance
         return cls(instance, channel, clock, transfer, control, weights, sharing, profiler, memory)
 
@@ -289,7 +292,7 @@ def _make_transfer(
     paths: TransferPaths,
     regions: tuple[PoolRegion, ...],
     reads: ReadMetrics,
-) -> TransferThread[NodeCommand, NodeEvent]:
+) -> TransferThread[NodeCommand]:
     steps, shape = start.config.engine.scheduler, engine.shape
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     hello = PairHello.of(
@@ -324,7 +327,7 @@ def _serve_pages(
     backends: Mapping[str, TransferBackend],
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
     """Serve the pages of all ranks. Returns the paths of this node, and its pages by rank."""
-    config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
+    config, share, region = start.config.transfer, engine.loaded.share, pool.region
     own = paths_of_rank(
         share.node_rank,
         share.node,
@@ -378,11 +381,14 @@ def _gauges(engine: Engine) -> Iterator[Callable[[], Mapping[str, float]]]:
 
 
 def _make_weights(
-    engine: Engine, start: EngineStart[C], transfer: TransferThread[NodeCommand, NodeEvent]
+    engine: Engine,
+    start: EngineStart[C],
+    shared: SharedReads,
+    transfer: TransferThread[NodeCommand],
 ) -> WeightSharing:
     return WeightSharing(
         engine.weights,
-        instance=start.instance,
+        shared,
         cache=engine.cache,
         pages=engine.pages,
         pool=engine.pool.tensor,
@@ -391,14 +397,18 @@ def _make_weights(
     )
 
 
-def _make_sharing(engine: Engine, start: EngineStart[C], weights: WeightSharing) -> PrefixSharing:
+def _make_sharing(
+    engine: Engine,
+    start: EngineStart[C],
+    shared: SharedReads,
+    transfer: TransferThread[NodeCommand],
+    weights: WeightSharing,
+) -> PrefixSharing:
     return PrefixSharing(
         start.config.prefix_sharing,
-        instance=start.instance,
+        shared,
+        transfer,
+        core=engine.core,
         page_bytes=engine.pool.page_bytes,
-        cache=engine.cache,
-        pages=engine.pages,
-        tiers=engine.tiers,
-        tables=engine.shape.layout.tables,
         weights=weights,
     )

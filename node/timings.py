@@ -6,8 +6,9 @@ between queues, never per token, and are sent to the frontend once, at the end. 
 on them.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from common.requests.timeline import (
     Phase,
     PrefillTimes,
     RequestTrace,
+    RequestTraces,
     Timeline,
     TimelineEvent,
 )
@@ -114,6 +116,9 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
             self.first_token - zero if self.first_token else None,
         )
 
+    def events(self, now: float) -> RequestTrace:
+        return _flight(_moments_of_request(self), self.received, now)
+
 
 class ImageReads(msgspec.Struct, array_like=True, eq=False):
     """Reads of a request's images from encode nodes."""
@@ -164,6 +169,9 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
         )
         return Timeline(tuple(_chain(begun, self.closed, self.opened)))
 
+    def events(self, now: float) -> RequestTrace:
+        return _flight(_moments_of_handoff(self), self.opened, now)
+
 
 def _of_attempt(attempt: HandoffTimings, number: int, until: float, zero: float) -> list[Interval]:
     begun = (
@@ -211,6 +219,8 @@ FAILED_BYTES = 256 << 10
 class RecordedTimings(Protocol):
     request_id: str
 
+    def events(self, now: float) -> RequestTrace: ...
+
 
 S = TypeVar("S", bound=RecordedTimings)
 
@@ -222,7 +232,7 @@ class _Kept(NamedTuple):
 
 
 class RequestHistory(Generic[S]):
-    """Timings of the last ended requests on a node, for `Explain`.
+    """Timings of the last ended requests on a node, for `Explain` and the watchdog.
 
     They are stored as bytes, within fixed limits whatever their content. Failed requests have a
     second ring, which keeps them longer. Engine thread only. The watchdog may read it while that
@@ -258,6 +268,16 @@ class RequestHistory(Generic[S]):
         rows = list(self._recent.rows)[-number:]
         return [self._decoder.decode(row.stamps) for row in rows]
 
+    def explain(self, request_id: str, active: Iterable[S]) -> RequestTraces:
+        """Return the traces of the requests with this id: the ended ones and the `active` ones."""
+        now, found = time.monotonic(), [*self.find(request_id), *active]
+        return RequestTraces(tuple(each.events(now) for each in found), len(self))
+
+    def flights(self, num_ended: int, active: Iterable[S]) -> list[tuple[str, RequestTrace]]:
+        """Return (request id, trace) of the last ended requests and of the `active` ones."""
+        now, found = time.monotonic(), [*self.last(num_ended), *active]
+        return [(each.request_id, each.events(now)) for each in found]
+
 
 class _Ring:
     def __init__(self, most_bytes: int) -> None:
@@ -282,16 +302,6 @@ WHY_HERE = {
     "no_prefill_node": "no candidate prefill node is paired with this node",
     "exhausted": "all hand-off attempts failed",
 }
-
-
-def of_request(stamps: RequestTimings, now: float) -> RequestTrace:
-    """Return the events of a submission on a decode node."""
-    return _flight(_moments_of_request(stamps), stamps.received, now)
-
-
-def of_handoff(stamps: ProducerTimings, now: float) -> RequestTrace:
-    """Return the events of a hand-off on the prefill node."""
-    return _flight(_moments_of_handoff(stamps), stamps.opened, now)
 
 
 def _flight(moments: Iterator[TimelineEvent], zero: float, now: float) -> RequestTrace:

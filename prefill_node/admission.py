@@ -119,33 +119,22 @@ class WeightVersionMismatch(NodeUnavailable):
     """This node has another weight version, so the consumer cannot use its KV."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffRejection:
-    """The rejection of a hand-off.
-
-    Attributes:
-        count: name of the counter for this reason.
-        retryable: whether another node may accept it, or this one later.
-    """
-
-    count: str
-    retryable: bool
-
-
-_REJECTIONS: Mapping[type, HandoffRejection] = {
-    NodeDraining: HandoffRejection("refused/draining", retryable=True),
-    NodePaused: HandoffRejection("refused/paused", retryable=True),
-    WeightVersionMismatch: HandoffRejection("refused/weights", retryable=True),
-    AdapterNotLoaded: HandoffRejection("refused/adapter", retryable=True),
-    QueueFull: HandoffRejection("refused/late", retryable=True),
-    Overloaded: HandoffRejection("refused/overloaded", retryable=True),
-    ServingError: HandoffRejection("refused/invalid", retryable=False),
+_REJECTIONS: Mapping[type, str] = {
+    NodeDraining: "draining",
+    NodePaused: "paused",
+    WeightVersionMismatch: "weights",
+    AdapterNotLoaded: "adapter",
+    QueueFull: "late",
+    Overloaded: "overloaded",
+    ServingError: "invalid",
 }
-COUNTS = tuple(rejection.count for rejection in _REJECTIONS.values())
+COUNTS = tuple(f"refused/{reason}" for reason in _REJECTIONS.values())
 
 
-def rejection_of(error: ServingError) -> HandoffRejection:
-    """Return the rejection for an error, according to its nearest base class."""
+def rejection_of(error: ServingError) -> str:
+    """Return the name of the reason for a rejection. Only an "invalid" hand-off is rejected by
+    every node, now and later.
+    """
     return next(_REJECTIONS[kind] for kind in type(error).__mro__ if kind in _REJECTIONS)
 
 

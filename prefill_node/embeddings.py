@@ -8,37 +8,31 @@ for its Grant. The prompt is prepared when all its reads have ended, successfull
 read never fails a request.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.request import Remaining
 from common.requests.images import Image
 from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.core import InputEncoder
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import CancelHandoff, Embeddings, HandoffId
 from kvtransfer.ports import (
     CompletedEvent,
     ConsumerCommands,
     FailedEvent,
-    GrantCommand,
     NodeEvent,
-    OpenCommand,
     ProducerDown,
     ProducerUp,
     ReadsEndedEvent,
 )
-from node.sharing.exports import FIRST_SHARED_NUMBER, SHARE
+from node.sharing.exports import SHARE
+from node.sharing.reads import SharedReads
 from node.timings import ImageReads
 
-# First number of these hand-offs. Reads of weights have higher ones.
-FIRST_NUMBER = FIRST_SHARED_NUMBER
 MAX_READS = 256  # images read at the same time
 PAIR_S = 3.0  # longest wait for a paired encode node and free pages
 GRACE_S = 1.0  # time by which the encode node's deadline is later than this node's
@@ -84,7 +78,6 @@ class EmbeddingReads:
 
     Args:
         encoder: image encoder of the model. None: the model has none, and nothing is read.
-        cache: prefix cache over `pages`. It evicts pages for reads.
         timeout_s: time limit of an opened read.
     Attributes:
         in_progress: reads by name of the image.
@@ -95,25 +88,21 @@ class EmbeddingReads:
     def __init__(
         self,
         encoder: InputEncoder | None,
+        shared: SharedReads,
         port: ConsumerCommands,
         *,
-        instance: int,
-        cache: PrefixCache,
         pages: PageAllocator,
         weights: Callable[[], WeightsId],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoder = encoder
-        self._cache = cache
+        self._shared = shared
         self._pages = pages
         self._port = port
-        self._instance = instance
         self._weights = weights
         self._timeout_s = timeout_s
         self._clock = clock
-        self._numbers = itertools.count(FIRST_NUMBER)
-        self._producers: dict[str, ProducerUp] = {}  # by address
         self._absent: set[str] = set()  # encode nodes that were lost, or did not pair in time
         self.in_progress: dict[bytes, _Read] = {}
         self._by_id: dict[HandoffId, _Read] = {}
@@ -164,13 +153,9 @@ class EmbeddingReads:
         """Handle an event of the transfer thread. Returns False if others must handle it too."""
         match event:
             case ProducerUp(address=address):
-                self._producers[address] = event
                 self._absent.discard(address)
-            case ProducerDown(address=address, instance=instance):
-                producer = self._producers.get(address)
-                if producer is not None and producer.instance == instance:
-                    del self._producers[address]
-                    self._is_absent(address)
+            case ProducerDown(address=address):
+                self._is_absent(address)
             case CompletedEvent(id=id) if id in self.landing:
                 self._landed(event)
                 return True
@@ -191,8 +176,8 @@ class EmbeddingReads:
                     self._finish(read, "failed" if read.copying.exception() else "completed")
             elif now >= read.due:
                 self._give_up(read)
-            elif read.id is None and read.address in self._producers:
-                self._open(read, self._producers[read.address], now)
+            elif read.id is None and read.address in self._shared.producers:
+                self._open(read, self._shared.producers[read.address], now)
         for id, landing in list(self.landing.items()):
             copied = landing.copying is None or landing.copying.done()
             if copied and not landing.lands and id not in self._by_id:
@@ -219,18 +204,17 @@ class EmbeddingReads:
         held = sum(len(landing.pages) for landing in self.landing.values())
         if held + num_pieces > max(self._pages.num_pages // SHARE, 1):
             return
-        pages = self._cache.allocate(num_pieces, PageHolder.READ)
-        if pages is None:
+        source = Embeddings(read.image, num_pieces, producer.piece_bytes)
+        opened = self._shared.open(
+            producer, source, self._weights(), self._timeout_s + GRACE_S, num_pieces
+        )
+        if opened is None:
             return
-        read.id = HandoffId(self._instance, next(self._numbers), 1)
+        read.id, pages = opened
         read.num_pieces, read.piece_bytes = num_pieces, producer.piece_bytes
         read.due, read.epoch = now + self._timeout_s, self._encoder.epoch
         self._by_id[read.id] = read
         self.landing[read.id] = _Landing(pages)
-        source = Embeddings(read.image, num_pieces, producer.piece_bytes)
-        remaining = Remaining(self._timeout_s + GRACE_S)
-        self._port.post(OpenCommand(read.id, producer.instance, self._weights(), remaining, source))
-        self._port.post(GrantCommand(read.id, 0, pages))
 
     def _landed(self, event: CompletedEvent) -> None:
         read, landing = self._by_id.get(event.id), self.landing[event.id]
@@ -247,7 +231,7 @@ class EmbeddingReads:
         if read.id is not None:
             self._cancel(read, "the embeddings are late")
             self._finish(read, "late")
-        elif read.address in self._producers:
+        elif read.address in self._shared.producers:
             self._finish(read, "no_capacity")
         else:
             self._is_absent(read.address)

@@ -25,11 +25,7 @@ from engine.kv_cache.pages import PageHolder
 from kvtransfer.ports import (
     ClosedEvent,
     GrantedEvent,
-    NodeEvent,
     OpenedEvent,
-    ProducerDown,
-    ProducerRate,
-    ProducerUp,
     SetWeightVersion,
     TransferPort,
 )
@@ -93,8 +89,8 @@ class PrefillRole:
                     self._handoffs.grant(event)
                 case ClosedEvent():
                     self._handoffs.closed(event)
-                case _ if not self._embeddings.handle(event):
-                    self._note_link(event)
+                case _:
+                    self._embeddings.handle(event)
         self._sharing.poll()
         if self._reads_embeddings:
             self._embeddings.poll()
@@ -212,16 +208,6 @@ class PrefillRole:
 
     def set_weight_version(self, weights: WeightsId) -> None:
         self._port.post(SetWeightVersion(weights))
-        self._control.links.clear()
-
-    def _note_link(self, event: NodeEvent) -> None:
-        match event:
-            case ProducerUp():
-                self._control.link_up(event)
-            case ProducerRate():
-                self._control.link_measured(event.address, event.gib_per_s)
-            case ProducerDown():
-                self._control.links.pop(event.address, None)
 
     def _handle_message(self, message: FrontMessage) -> None:
         match message:
@@ -319,9 +305,8 @@ def _embedding_reads(
     control = runtime.control
     return EmbeddingReads(
         engine.core.encoder,
+        runtime.sharing.shared,
         runtime.port,
-        instance=runtime.instance,
-        cache=engine.core.cache,
         pages=engine.core.pages,
         weights=lambda: control.weights,
         timeout_s=config.encode_timeout_s,

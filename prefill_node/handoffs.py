@@ -24,7 +24,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import ChunkDone
-from kvtransfer.messages import Live, Prompt
+from kvtransfer.messages import Live, Prompt, SampledOutput
 from kvtransfer.ports import (
     AdmittedCommand,
     ClosedEvent,
@@ -37,7 +37,7 @@ from kvtransfer.ports import (
 from node.messages import HandoffSpan
 from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
-from node.timings import ProducerTimings, RequestHistory, of_handoff
+from node.timings import ProducerTimings, RequestHistory
 from prefill_node.admission import (
     COUNTS,
     HandoffAdmission,
@@ -93,21 +93,11 @@ class HandoffHistory:
             self._send(HandoffSpan(stamps))
 
     def explain(self, request_id: str) -> RequestTraces:
-        """Return the traces of the hand-offs of a client request."""
-        found = [
-            *self._ended.find(request_id),
-            *(each for each in tuple(self._open.values()) if each.request_id == request_id),
-        ]
-        now = time.monotonic()
-        return RequestTraces(tuple(of_handoff(each, now) for each in found), len(self._ended))
+        active = (each for each in tuple(self._open.values()) if each.request_id == request_id)
+        return self._ended.explain(request_id, active)
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
-        """Return (request id, trace) of the last ended and of all open hand-offs."""
-        now = time.monotonic()
-        return [
-            (stamps.request_id, of_handoff(stamps, now))
-            for stamps in (*self._ended.last(num_ended), *tuple(self._open.values()))
-        ]
+        return self._ended.flights(num_ended, tuple(self._open.values()))
 
 
 # Names of the queues in `describe`. All other stages are "prefilling".
@@ -270,7 +260,13 @@ class OutgoingHandoffs:
         self._queues.inflight.put(state)
         state.claims.release(Claim.ADAPTER)
         state.timings.done = time.monotonic()
-        self._publish(state, chunk.end, chunk)
+        output = SampledOutput(
+            chunk.first_token,
+            times=state.timings.times(),
+            logprobs=chunk.logprobs,
+            prompt_logprobs=chunk.prompt_logprobs,
+        )
+        self._publish(state, chunk.end, output)
 
     def closed(self, event: ClosedEvent) -> None:
         """Remove a hand-off that is completed, cancelled or failed."""
@@ -307,13 +303,13 @@ class OutgoingHandoffs:
             _stop(state, reason)
         return len(doomed)
 
-    def _publish(self, state: PrefillState, end: int, last_chunk: ChunkDone | None = None) -> None:
+    def _publish(self, state: PrefillState, end: int, output: SampledOutput | None = None) -> None:
         """Publish the tokens [state.published, end), page-aligned unless it is the last range.
 
         Nothing is published while `end` is inside the prefix that the consumer already has. The
         last range carries the first token, so it is published even if it is empty.
         """
-        start, last = state.published, last_chunk is not None
+        start, last = state.published, output is not None
         if end <= start and not last:
             return
         if last and start == state.prefix_tokens:  # the only range has all exported pages
@@ -323,19 +319,7 @@ class OutgoingHandoffs:
             num_tokens = len(state.request.token_ids)
             spans = self._tables.spans(num_tokens, state.prefix_tokens, start, end, last=last)
             pages = state.holding.pages_of(spans)
-        self._port.post(
-            PublishCommand(
-                state.key,
-                start=start,
-                end=end,
-                pages=pages,
-                last=last,
-                first_token=last_chunk.first_token if last_chunk else None,
-                times=state.timings.times() if last else None,
-                logprobs=last_chunk.logprobs if last_chunk else None,
-                prompt_logprobs=last_chunk.prompt_logprobs if last_chunk else None,
-            )
-        )
+        self._port.post(PublishCommand(state.key, start, end, pages, last, output))
         state.published = end
 
     def _whole_pages(self, num_tokens: int) -> int:
@@ -346,9 +330,9 @@ class OutgoingHandoffs:
         if state.key not in self._states:
             return
         if isinstance(ending, ServingError):
-            rejection = rejection_of(ending)
-            self.counts[rejection.count] += 1
-            retryable, reason, retry_after_s = rejection.retryable, str(ending), ending.late_s
+            why, reason, retry_after_s = rejection_of(ending), str(ending), ending.late_s
+            self.counts[f"refused/{why}"] += 1
+            retryable = why != "invalid"
         else:
             # Only a request that waited too long has a retry delay.
             self.counts["refused/dropped"] += ending.retry_after_s > 0.0

@@ -12,7 +12,8 @@ from common.errors import ConfigError, LayoutMismatch
 from engine.load import OpenedModel, layout_fields, model_fields
 from engine.models.checkpoint import content
 from engine.models.choice import stored_of
-from kvtransfer.pairing import PairHello, PoolRegion, compare
+from kvtransfer.backends.base import PoolRegion
+from kvtransfer.pairing import PairHello, compare
 
 Reads = Sequence[Sequence[Slice]]  # by table, with the slices of the recurrent state last
 

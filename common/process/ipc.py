@@ -1,7 +1,7 @@
 """Messages between the server process and the engine process of a node, over a unix socket.
 
-A frame is a 4-byte little-endian length, then msgpack. Each end decodes a tagged union. End of file
-is an event for both ends, and no frame is dropped silently.
+A frame is a 4-byte little-endian length, then msgpack. Each end decodes a tagged union. The end of
+the socket is an event for both ends, and no frame is dropped before it.
 
 `CallLane` adds backpressure for streams that share the socket to the engine process. If the engine
 reads more slowly than a peer sends, that peer's stream is not read, and gRPC's flow control stops
@@ -187,8 +187,8 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
     Args:
         receives: tagged union that the engine process sends.
         on_message: called with each message, in order. Must not block.
-        on_end: called once with the reason when the other end is closed or has sent an invalid
-            frame. Not called after `close`.
+        on_end: called once with the reason when the other end is closed, has sent an invalid frame,
+            or does not read. Not called after `close`.
     """
 
     def __init__(
@@ -225,18 +225,18 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         await self._caught_up.wait()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message, or keep it until the engine reads.
+        """Send one message, or keep it until the engine reads. If the engine is stuck, the socket
+        ends. No effect after the end of the socket.
 
         Raises:
-            PeerGone: the other end is closed.
-            Backlogged: the engine is stuck.
             FrameError: the message is too large.
         """
         frame = encode_frame(message)
-        if self._transport is None or self._ended:
-            raise PeerGone("the engine process has ended")
-        if self.backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
-            raise Backlogged(f"{self.backlog_bytes} bytes wait for an engine that does not read")
+        if self._ended:
+            return
+        if self._transport is None or self.backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
+            self.end(f"{self.backlog_bytes} bytes wait for an engine that does not read")
+            return
         self.num_bytes_sent += len(frame)
         self._transport.write(frame)
 
@@ -268,16 +268,17 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         try:
             messages = self._decoder.feed(data)
         except FrameError as error:
-            self._end(str(error))
+            self.end(str(error))
             return
         for message in messages:
             if not self._ended:
                 self._on_message(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end("end of file" if error is None else str(error))
+        self.end("end of file" if error is None else str(error))
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Close the socket because of this fault. Idempotent."""
         if self._ended:
             return
         self.close()
@@ -322,7 +323,7 @@ class CallLane:
         self._end = 0  # position of the last of them, in bytes sent on the connection
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message without waiting for room. Raises as FrameConnection.send does."""
+        """Send a message without waiting for room. See FrameConnection.send."""
         connection = self._connection
         if self._taken >= self._end:
             self._num_bytes = 0
@@ -332,10 +333,8 @@ class CallLane:
         self._num_bytes += self._end - begin
 
     async def room(self) -> None:
-        """Wait until this stream may send more. Call it before the next read from the stream.
-
-        Raises:
-            Backlogged: the engine process reads nothing at all.
+        """Wait until this stream may send more. Call it before the next read from the stream. If
+        the engine process reads nothing at all, the socket ends.
         """
         connection = self._connection
         while connection.is_behind and self._is_full:
@@ -346,9 +345,9 @@ class CallLane:
             except TimeoutError:
                 if self._taken == before:
                     waiting = connection.backlog_bytes
-                    raise Backlogged(
+                    connection.end(
                         f"{waiting} bytes wait, and nothing was read for {self._stuck_s:g} s"
-                    ) from None
+                    )
 
     @property
     def _taken(self) -> int:

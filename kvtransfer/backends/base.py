@@ -38,6 +38,16 @@ class ReadRefused(TransferError):
     """
 
 
+class PoolRegion(msgspec.Struct, frozen=True):
+    """The pages of one rank, as its node describes them in Hello. Page i begins at
+    base + i * page_bytes. A peer's region is not trusted before `check_pool`.
+    """
+
+    base: int
+    page_bytes: int
+    num_pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class PagePool:
     """Registered memory of this process. Page i begins at base + i * page_bytes.
@@ -51,14 +61,9 @@ class PagePool:
     num_pages: int
     device: str
 
-
-@dataclass(frozen=True, slots=True)
-class RemotePool:
-    """A producer's pool, as described in its Hello. Not trusted before `check_pool`."""
-
-    base: int
-    page_bytes: int
-    num_pages: int
+    @property
+    def region(self) -> PoolRegion:
+        return PoolRegion(self.base, self.page_bytes, self.num_pages)
 
 
 class PageCut(NamedTuple):
@@ -76,7 +81,7 @@ def parse_description(backend: str, description: bytes, kind: type[Parsed]) -> P
         raise TransferError(f"not a description of {backend}: {error}") from None
 
 
-def check_pool(remote: RemotePool) -> None:
+def check_pool(remote: PoolRegion) -> None:
     """Raise LayoutMismatch if the address range or the page count of `remote` is impossible."""
     end = remote.base + remote.page_bytes * remote.num_pages
     if not (0 < remote.base < end < _MAX_ADDRESS and remote.num_pages <= _MAX_PAGES):
@@ -279,7 +284,7 @@ class TransferBackend(Protocol):
     def connect(
         self,
         description: bytes,
-        remote: RemotePool,
+        remote: PoolRegion,
         pool: PagePool,
         slices: TableSlices | None = None,
     ) -> BackendConnection:
@@ -329,7 +334,7 @@ class ReadMap:
     """
 
     def __init__(
-        self, remote: RemotePool, pool: PagePool, slices: TableSlices | None = None
+        self, remote: PoolRegion, pool: PagePool, slices: TableSlices | None = None
     ) -> None:
         """
         Args:

@@ -9,7 +9,7 @@ import math
 import operator
 from typing import Any, TypeAlias
 
-import msgspec
+from msgspec.structs import asdict
 
 from common import request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
@@ -22,6 +22,7 @@ from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.timeline import PrefillTimes
 from common.rpc import check_address
 from common.rpc.streams import said
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -39,10 +40,11 @@ from kvtransfer.messages import (
     Prefix,
     Prompt,
     ReadsDone,
+    SampledOutput,
     Source,
     Weights,
 )
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from protos import kvtransfer_pb2 as pb
 
 MAX_TOKENS = 1 << 20
@@ -103,42 +105,38 @@ def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
             return wrap(hello=_hello_proto(record))
         case OpenHandoff():
             return pb.FromConsumer(open=_open_proto(record))
-        case GrantHandoff(id, prefix_tokens, room_tokens, gib_per_s):
-            grant = pb.Grant(
-                id=_id_proto(id),
-                prefix_tokens=prefix_tokens,
-                room_tokens=room_tokens,
-                gib_per_s=gib_per_s,
+        case GrantHandoff():
+            return pb.FromConsumer(grant=pb.Grant(**_fields(record)))
+        case ReadsDone():
+            return pb.FromConsumer(done=pb.Done(**_fields(record)))
+        case CancelHandoff(reason=reason):
+            return pb.FromConsumer(
+                cancel=pb.Cancel(**_fields(record) | {"reason": reason[:MAX_TEXT]})
             )
-            return pb.FromConsumer(grant=grant)
-        case ReadsDone(id):
-            return pb.FromConsumer(done=pb.Done(id=_id_proto(id)))
-        case CancelHandoff(id, reason):
-            return pb.FromConsumer(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
-        case InvalidatePrefix(token_ids, namespace):
-            return pb.FromConsumer(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
-        case HandoffAdmitted(id, compute_tokens, queued_tokens):
-            admitted = pb.Admitted(
-                id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
-            )
-            return pb.FromProducer(admitted=admitted)
+        case InvalidatePrefix():
+            return pb.FromConsumer(forget=pb.Forget(**_fields(record)))
+        case HandoffAdmitted():
+            return pb.FromProducer(admitted=pb.Admitted(**_fields(record)))
         case PagesReady():
             return pb.FromProducer(ready=_ready_proto(record))
-        case PagesReleased(id, held):
-            return pb.FromProducer(released=pb.Released(id=_id_proto(id), held=held))
-        case HandoffFailed(id, reason, retryable, retry_after_s):
-            failed = pb.Failed(
-                id=_id_proto(id),
-                reason=reason[:MAX_TEXT],
-                retryable=retryable,
-                retry_after_s=min(retry_after_s, MAX_BUDGET_S),
-            )
-            return pb.FromProducer(failed=failed)
-        case Heartbeat(sequence, open_handoffs, connecting):
-            heartbeat = pb.Heartbeat(
-                sequence=sequence, open_handoffs=open_handoffs, connecting=connecting
-            )
-            return wrap(heartbeat=heartbeat)
+        case PagesReleased():
+            return pb.FromProducer(released=pb.Released(**_fields(record)))
+        case HandoffFailed(reason=reason, retry_after_s=retry_after_s):
+            limited = {
+                "reason": reason[:MAX_TEXT],
+                "retry_after_s": min(retry_after_s, MAX_BUDGET_S),
+            }
+            return pb.FromProducer(failed=pb.Failed(**_fields(record) | limited))
+        case Heartbeat():
+            return wrap(heartbeat=pb.Heartbeat(**_fields(record)))
+
+
+def _fields(record: AnyMessage) -> dict[str, Any]:
+    """Return the fields of a record whose message has fields with the same names."""
+    fields = asdict(record)
+    if "id" in fields:
+        fields["id"] = _id_proto(fields["id"])
+    return fields
 
 
 def last_words(error: ServingError) -> pb.FromProducer:
@@ -201,14 +199,8 @@ def _hello_proto(record: PairHello) -> pb.Hello:
         instance_id=record.instance,
         protocol_version=record.protocol_version,
         fingerprint=record.fingerprint,
-        paths=[
-            pb.DataPath(backend=path.backend, description=path.description, rank=path.rank)
-            for path in record.paths
-        ],
-        regions=[
-            pb.Region(base=region.base, page_bytes=region.page_bytes, num_pages=region.num_pages)
-            for region in record.regions
-        ],
+        paths=[pb.DataPath(**asdict(path)) for path in record.paths],
+        regions=[pb.Region(**asdict(region)) for region in record.regions],
         address=record.address,
         tp=record.tp,
         pp=record.pp,
@@ -287,12 +279,12 @@ def _source_fields(source: Source) -> dict[str, Any]:
         case Live(spec, ticket):
             return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
         case Prefix():
-            return {"prefix": msgspec.structs.asdict(source)}
+            return {"prefix": asdict(source)}
         case Weights():
-            return {"weights": msgspec.structs.asdict(source)}
+            return {"weights": asdict(source)}
         case Embeddings(image):
             [encoded] = images.to_proto([image])
-            return {"embeddings": msgspec.structs.asdict(source) | {"image": encoded}}
+            return {"embeddings": asdict(source) | {"image": encoded}}
 
 
 def _forget(body: pb.Forget) -> InvalidatePrefix:
@@ -313,28 +305,35 @@ def _check_tokens(token_ids: bytes) -> None:
 
 def _ready(body: pb.Ready) -> PagesReady:
     _at_most("pages", len(body.pages), MAX_PAGES)
-    first_token = body.first_token if body.HasField("first_token") else None
-    if first_token is not None and not body.last:
-        raise ProtocolViolation("the first token comes with the last Ready, and only there")
     if body.end < body.start:
         raise ProtocolViolation(f"a range [{body.start}, {body.end})")
-    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
-    if max((*body.token_ids, first_token or 0)) > MAX_TOKEN_ID:
-        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
     return PagesReady(
-        id=id_of(body),
-        start=body.start,
-        end=body.end,
-        pages=tuple(body.pages),
-        last=body.last,
-        first_token=first_token,
-        times=_times(body.times) if body.last and body.HasField("times") else None,
-        logprobs=from_proto(body.logprobs) if body.HasField("logprobs") else None,
-        prompt_logprobs=(
-            from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None
-        ),
-        sums=_sums(body),
-        token_ids=tuple(body.token_ids),
+        id_of(body),
+        body.start,
+        body.end,
+        tuple(body.pages),
+        body.last,
+        _output(body),
+        _sums(body),
+    )
+
+
+def _output(body: pb.Ready) -> SampledOutput | None:
+    if not body.HasField("first_token"):
+        if body.token_ids:
+            raise ProtocolViolation("tokens of a running request without its newest token")
+        return None
+    if not body.last:
+        raise ProtocolViolation("the first token comes with the last Ready, and only there")
+    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
+    if max((*body.token_ids, body.first_token)) > MAX_TOKEN_ID:
+        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+    return SampledOutput(
+        body.first_token,
+        tuple(body.token_ids),
+        _times(body.times) if body.HasField("times") else None,
+        from_proto(body.logprobs) if body.HasField("logprobs") else None,
+        from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None,
     )
 
 
@@ -369,16 +368,21 @@ def _ready_proto(record: PagesReady) -> pb.Ready:
         end=record.end,
         pages=record.pages,
         last=record.last,
-        first_token=record.first_token,
-        times=_times_proto(record.times) if record.times else None,
-        logprobs=None if record.logprobs is None else to_fields(record.logprobs),
-        prompt_logprobs=(
-            None if record.prompt_logprobs is None else to_fields(record.prompt_logprobs)
-        ),
         checked=[place for place, _ in record.sums],
         sums=[checksum for _, checksum in record.sums],
-        token_ids=record.token_ids,
+        **({} if record.output is None else _output_fields(record.output)),
     )
+
+
+def _output_fields(output: SampledOutput) -> dict[str, Any]:
+    prompt = output.prompt_logprobs
+    return {
+        "first_token": output.token,
+        "token_ids": output.token_ids,
+        "times": _times_proto(output.times) if output.times else None,
+        "logprobs": None if output.logprobs is None else to_fields(output.logprobs),
+        "prompt_logprobs": None if prompt is None else to_fields(prompt),
+    }
 
 
 def _seconds(field: str, value: float) -> None:

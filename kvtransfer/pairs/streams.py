@@ -12,7 +12,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -33,21 +33,19 @@ from common.errors import (
 )
 from common.identity.guard import CallAuthenticator, Caller, node_name
 from common.logs import Throttle, ThrottledLog
-from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
+from common.process.ipc import CallLane, FrameConnection
 from common.rpc.streams import OutgoingStream, StreamStatus, heard
 from kvtransfer.frontend_messages import (
+    EndStream,
     EngineHeartbeat,
     LocalHello,
     PairClosed,
-    PairEnd,
-    PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
-    PairSend,
-    PeerHello,
+    SendMessage,
 )
-from kvtransfer.messages import AnyMessage, HandoffFailed
+from kvtransfer.messages import HandoffFailed
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
@@ -79,9 +77,7 @@ class PairMetrics(Protocol):
 class PairStream:
     """One pair stream, from the exchange of Hello to its end."""
 
-    def __init__(
-        self, number: int, as_consumer: bool, forward: Callable[[PairInput], Awaitable[None]]
-    ) -> None:
+    def __init__(self, number: int, as_consumer: bool, lane: CallLane) -> None:
         self.number = number
         self.as_consumer = as_consumer
         self.outgoing: OutgoingStream[Outward] = OutgoingStream(
@@ -91,7 +87,7 @@ class PairStream:
         )
         self.reason = "the peer has closed the stream"  # why it ended
         self.engine_died = False  # whether it ended because the peer's engine died
-        self._forward = forward
+        self._lane = lane
 
     async def take(self, message: Outward) -> None:
         """Parse a message from the peer and forward it. Returns when the next one may be read.
@@ -99,14 +95,11 @@ class PairStream:
         Raises:
             ProtocolViolation: the message is not allowed on this stream.
         """
-        await self._forward(PairMessage(self.number, parsed(message)))
-
-
-def parsed(message: Outward) -> AnyMessage:
-    record = codec.parse(message)
-    if isinstance(record, PairHello):
-        raise ProtocolViolation("a second Hello on a pair stream")
-    return record
+        record = codec.parse(message)
+        if isinstance(record, PairHello):
+            raise ProtocolViolation("a second Hello on a pair stream")
+        self._lane.send(PairMessage(self.number, record))
+        await self._lane.room()
 
 
 def _ignored(now: float, late_s: float) -> None: ...
@@ -172,11 +165,10 @@ class PairStreams:
             raise NodeUnavailable("the engine of this node has ended")
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} pair streams are open here")
-        forward = partial(self._forward, CallLane(self._connection))
-        stream = PairStream(next(self._numbers), as_consumer, forward)
+        stream = PairStream(next(self._numbers), as_consumer, CallLane(self._connection))
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
-        self._send(PairOpened(stream.number, hello, as_consumer))
+        self._connection.send(PairOpened(stream.number, hello, as_consumer))
         self._log.info(
             "pair stream opened", stream=stream.number, peer=hello.address, consumer=as_consumer
         )
@@ -191,7 +183,7 @@ class PairStreams:
             self._metrics.stream_closed("pair")
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
-            self._send(PairClosed(stream.number, stream.reason, stream.engine_died))
+            self._connection.send(PairClosed(stream.number, stream.reason, stream.engine_died))
             self._log.info(
                 "pair stream closed",
                 stream=stream.number,
@@ -214,35 +206,17 @@ class PairStreams:
                 self._hello.set_result(hello)
                 self._said_otherwise.set()
                 self._said_otherwise = asyncio.Event()
-            case PeerHello(stream=number, hello=said) | PairSend(stream=number, message=said):
+            case SendMessage(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:
                     stream.outgoing.put(codec.to_proto(said, as_consumer=stream.as_consumer))
-            case PairEnd(stream=number, reason=reason, refused=refused):
+            case EndStream(stream=number, reason=reason, refused=refused):
                 stream = self._streams.get(number)
                 if stream is not None:
                     stream.outgoing.end((ProtocolViolation if refused else NodeUnavailable)(reason))
 
-    async def _forward(self, lane: CallLane, message: PairInput) -> None:
-        with self._ends():
-            lane.send(message)
-            await lane.room()
-
-    def _send(self, message: PairInput) -> None:
-        with self._ends():
-            self._connection.send(message)
-
-    @contextlib.contextmanager
-    def _ends(self) -> Iterator[None]:
-        """End the node if the transfer thread has ended, because it cannot work without it."""
-        try:
-            yield
-        except PeerGone:
-            self._end("end of file")
-        except Backlogged as error:
-            self._end(str(error))
-
     def _end(self, reason: str) -> None:
+        """End the node, because it cannot work without the transfer thread."""
         if not self._over.done():
             self._over.set_result(reason)
 

@@ -1,5 +1,5 @@
 """Actions that the state machines of consumer and producer return. The transfer thread carries them
-out in order.
+out in order. It sends SendMessage and EndStream to the frontend, and events to the engine thread.
 
 A link is named by its stream. A stream belongs to one producer instance and its number is never
 reused, so a read never reaches another instance than intended (rule 10).
@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvtransfer.messages import AnyMessage, HandoffId
+from kvtransfer.frontend_messages import EndStream, SendMessage
+from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     CompletedEvent,
     ConsumerEvent,
@@ -18,19 +19,6 @@ from kvtransfer.ports import (
     ProducerEvent,
     TablePages,
 )
-
-
-class SendMessage(msgspec.Struct, frozen=True):
-    stream: int
-    message: AnyMessage
-
-
-class EndStream(msgspec.Struct, frozen=True):
-    """Ends a stream. The state machine has already dropped it and ignores further input."""
-
-    stream: int
-    reason: str
-    refused: bool  # the peer has broken the protocol, so an immediate retry is useless
 
 
 class OpenLink(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
-from kvtransfer.messages import HandoffAdmitted, HandoffId, HandoffKind, PagesReady
+from kvtransfer.messages import HandoffAdmitted, HandoffId, PagesReady, Prompt, Source
 from kvtransfer.ports import (
     STATE,
     GrantCommand,
@@ -69,25 +69,6 @@ class LinkReads:
     state: LinkState = LinkState.OPENING
     waiting: deque[StartRead] = field(default_factory=deque)
     posted: deque[StartRead] = field(default_factory=deque)  # in the order in which they will end
-
-    def next_to_post(self) -> StartRead | None:
-        """Move a read from waiting to posted, and return it. None if the link accepts no more."""
-        if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
-            return None
-        self.posted.append(self.waiting.popleft())
-        return self.posted[-1]
-
-    def forget(self, id: HandoffId) -> None:
-        """Drop the waiting reads of an attempt. Posted reads cannot be cancelled."""
-        self.waiting = deque(read for read in self.waiting if read.id != id)
-
-    def closed(self) -> list[StartRead]:
-        """Remove and return the closed link's unfinished reads, in order. None can land any
-        more.
-        """
-        unfinished = list(self.posted)
-        self.posted.clear()
-        return unfinished
 
 
 # Time for a link to come up, from opening it or requesting its close. Covers several paths of 5 s
@@ -171,7 +152,9 @@ class ConsumerLinks:
     def post(self, stream: int) -> list[ConsumerAction]:
         """Start queued reads up to the link's limit."""
         link, actions = self._links[stream], list[ConsumerAction]()
-        while (read := link.next_to_post()) is not None:
+        while link.state is LinkState.UP and link.waiting and len(link.posted) < READS_AHEAD:
+            read = link.waiting.popleft()
+            link.posted.append(read)
             self._landing[read.id] += 1
             actions.append(read)
         return actions
@@ -193,7 +176,8 @@ class ConsumerLinks:
         attempts.
         """
         link, over = self._links[stream], []
-        for read in reversed(link.closed()):
+        while link.posted:
+            read = link.posted.pop()
             self._landing[read.id] -= 1
             if read.id in going_on:
                 link.waiting.appendleft(read)
@@ -202,8 +186,9 @@ class ConsumerLinks:
         return over
 
     def forget(self, stream: int, id: HandoffId) -> None:
-        if stream in self._links:
-            self._links[stream].forget(id)
+        """Drop the waiting reads of an attempt. Posted reads cannot be cancelled."""
+        if (link := self._links.get(stream)) is not None:
+            link.waiting = deque(read for read in link.waiting if read.id != id)
 
     def settle(self, id: HandoffId) -> list[ConsumerAction]:
         """Return ReadsEndedEvent for an ended attempt if no byte of it can land any more, or []."""
@@ -220,7 +205,7 @@ class ConsumerHandoff:
     num_tokens: int  # as opened
     tables: PageTables
     producer: ProducerPages
-    kind: HandoffKind = HandoffKind.PROMPT
+    kind: type[Source] = Prompt
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: PageRanges | None = None  # from Grant on
@@ -285,14 +270,15 @@ class ConsumerHandoff:
                 f"a page id of {self.id} is outside [0, {self.producer.num_pages})"
             )
         comes = message.last and self.kind.samples
-        if comes is (message.first_token is None):
+        if comes is (message.output is None):
             raise ProtocolViolation(
                 f"Ready of {self.id}: the first token must be in the last Ready"
             )
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
-        if len(message.token_ids) != max(self.ranges.num_tokens - self.num_tokens, 0):
+        num_fresh = 0 if message.output is None else len(message.output.token_ids)
+        if num_fresh != max(self.ranges.num_tokens - self.num_tokens, 0):
             raise ProtocolViolation(
-                f"Ready of {self.id} with {len(message.token_ids)} tokens after {self.num_tokens}"
+                f"Ready of {self.id} with {num_fresh} tokens after {self.num_tokens}"
             )
         if self.state is not HandoffStatus.TRANSFERRING:
             self.first_ready = now

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
+from kvtransfer.frontend_messages import EndStream
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -39,12 +40,7 @@ from kvtransfer.ports import (
     ProducerRate,
     ProducerUp,
 )
-from kvtransfer.protocol.actions import (
-    ConfirmRead,
-    ConsumerAction,
-    EndStream,
-    ExpectPages,
-)
+from kvtransfer.protocol.actions import ConfirmRead, ConsumerAction, ExpectPages
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
@@ -238,16 +234,11 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
                 if message.held:
                     self._finish(attempt)
                 else:
-                    self._lose(
-                        attempt, "the producer had already released its pages", retryable=True
-                    )
-            case HandoffFailed():
-                self._lose(
-                    attempt,
-                    message.reason,
-                    retryable=message.retryable,
-                    retry_after_s=message.retry_after_s,
-                )
+                    reason = "the producer had already released its pages"
+                    self._lose(attempt, FailedEvent(attempt.id, reason, retryable=True))
+            case HandoffFailed(id, reason, retryable, retry_after_s):
+                failed = FailedEvent(id, reason, retryable, retry_after_s=retry_after_s)
+                self._lose(attempt, failed)
 
     def _note_admitted(
         self, attempt: ConsumerHandoff, message: HandoffAdmitted, now: float
@@ -268,18 +259,9 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         else:
             self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
             self._learn_pace(attempt, now)
-        if message.first_token is not None:
-            self._actions.append(
-                FirstTokenEvent(
-                    attempt.id,
-                    message.first_token,
-                    attempt.first_ready,
-                    message.times,
-                    message.logprobs,
-                    message.prompt_logprobs,
-                    message.token_ids,
-                )
-            )
+        if message.output is not None:
+            event = FirstTokenEvent(attempt.id, message.output, attempt.first_ready)
+            self._actions.append(event)
         if read is not None:
             self._actions += self._links.read(read)
         self._send_done_if_all_read(attempt, now)
@@ -349,7 +331,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
             return
         source, pages = command.source, self._streams[stream].pages
         self._attempts[command.id] = ConsumerHandoff(
-            command.id, stream, source.num_tokens, self._tables, pages, source.kind
+            command.id, stream, source.num_tokens, self._tables, pages, type(source)
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
         message = OpenHandoff(command.id, command.weights, command.remaining, source)
@@ -401,21 +383,10 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
         self._send(attempt.stream, CancelHandoff(attempt.id, reason))
-        self._lose(attempt, reason, retryable=retryable)
+        self._lose(attempt, FailedEvent(attempt.id, reason, retryable))
 
-    def _lose(
-        self,
-        attempt: ConsumerHandoff,
-        reason: str,
-        *,
-        retryable: bool,
-        engine_died: bool = False,
-        may_return: bool = False,
-        retry_after_s: float = 0.0,
-    ) -> None:
-        """End an attempt and report FailedEvent, which has the same fields."""
-        lost = FailedEvent(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
-        self._actions.append(lost)
+    def _lose(self, attempt: ConsumerHandoff, event: FailedEvent) -> None:
+        self._actions.append(event)
         self._leave(attempt, HandoffStatus.FAILED)
 
     def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
@@ -458,7 +429,5 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
             self._actions.append(ProducerDown(peer.producer, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:
             computing = engine_died and attempt.being_computed
-            self._lose(
-                attempt, reason, retryable=True, engine_died=computing, may_return=may_return
-            )
+            self._lose(attempt, FailedEvent(attempt.id, reason, True, computing, may_return))
         self._actions += self._links.stream_over(stream, reason)

@@ -19,13 +19,13 @@ from kvtransfer.messages import (
     HandoffAdmitted,
     HandoffFailed,
     HandoffId,
-    HandoffKind,
     Heartbeat,
     InvalidatePrefix,
     OpenHandoff,
     PagesReady,
     PagesReleased,
     ReadsDone,
+    Source,
 )
 from kvtransfer.ports import (
     AdmittedCommand,
@@ -37,11 +37,7 @@ from kvtransfer.ports import (
     ProducerCommand,
     PublishCommand,
 )
-from kvtransfer.protocol.actions import (
-    ExposePages,
-    ProducerAction,
-    WithdrawPages,
-)
+from kvtransfer.protocol.actions import ExposePages, ProducerAction, WithdrawPages
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
     HandoffStatus,
@@ -70,7 +66,7 @@ class _Handoff:
     serial: int  # local number that identifies it to the engine
     stream: int
     num_tokens: int  # as opened
-    kind: HandoffKind
+    kind: type[Source]
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     ranges: PageRanges | None = None  # from Grant on
     admitted: bool = False
@@ -136,13 +132,8 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
                     self._admit(handoff, command)
                 case PublishCommand():
                     self._publish(handoff, command)
-                case FailCommand():
-                    self._fail(
-                        handoff,
-                        command.reason,
-                        retryable=command.retryable,
-                        retry_after_s=command.retry_after_s,
-                    )
+                case FailCommand(_, reason, retryable, retry_after_s):
+                    self._fail(handoff, HandoffFailed(id, reason, retryable, retry_after_s))
         return self._taken()
 
     def tick(self, now: float) -> list[ProducerAction]:
@@ -151,7 +142,8 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
         """
         self._tick_streams(now)
         for id in self._budgets.take_due(now):
-            self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
+            failed = HandoffFailed(id, "the request's time is used up", retryable=False)
+            self._fail(self._handoffs[id], failed)
         return self._taken()
 
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
@@ -188,7 +180,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             self._send(stream, HandoffFailed(id, reason, retryable=True))
             return
         source = message.source
-        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
+        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, type(source))
         self._next_serial += 1
         self._handoffs[id], self._ids[handoff.serial] = handoff, id
         self._budgets.set(id, now + message.remaining.budget_s)
@@ -266,20 +258,13 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             command.end,
             tuple(command.pages.tolist()),
             command.last,
-            command.first_token,
-            command.times,
-            command.logprobs,
-            command.prompt_logprobs,
-            token_ids=command.token_ids,
+            command.output,
         )
         self._send(handoff.stream, ready)
 
-    def _fail(
-        self, handoff: _Handoff, reason: str, *, retryable: bool, retry_after_s: float = 0.0
-    ) -> None:
-        failed = HandoffFailed(handoff.id, reason, retryable, retry_after_s)
+    def _fail(self, handoff: _Handoff, failed: HandoffFailed) -> None:
         self._send(handoff.stream, failed)
-        self._drop(handoff, HandoffStatus.FAILED, reason)
+        self._drop(handoff, HandoffStatus.FAILED, failed.reason)
 
     def _drop(self, handoff: _Handoff, end: HandoffStatus, reason: str) -> None:
         handoff.state = advance(handoff.state, end)

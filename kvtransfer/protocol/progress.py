@@ -26,9 +26,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, Type
 from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables, num_pages_of
-from kvtransfer.messages import AnyMessage, HandoffKind
+from kvtransfer.frontend_messages import EndStream, SendMessage
+from kvtransfer.messages import AnyMessage, Live, Prefix, Source
 from kvtransfer.ports import PIECES, TablePages
-from kvtransfer.protocol.actions import EndStream, SendMessage
 
 
 class HandoffStatus(Enum):
@@ -74,7 +74,7 @@ class RangeEnds(NamedTuple):
 
 
 def granted(
-    kind: HandoffKind,
+    kind: type[Source],
     tables: PageTables,
     *,
     num_tokens: int,
@@ -96,12 +96,12 @@ def granted(
         check_prefix(prefix_tokens, 0, 1)
         return PageRanges(_PIECES, _PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
     ends = None
-    if kind is HandoffKind.LIVE:
+    if kind is Live:
         check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
         ends = RangeEnds(num_tokens, room_tokens, 1)
     else:
         check_prefix(prefix_tokens, num_tokens, tables.page_size)
-        if kind is HandoffKind.PREFIX:
+        if kind is Prefix:
             ends = RangeEnds(prefix_tokens, num_tokens, tables.page_size)
     return PageRanges(
         tables, destination or tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends
@@ -109,7 +109,7 @@ def granted(
 
 
 def table_pages(
-    kind: HandoffKind, tables: PageTables, spans: Sequence[PageSpan]
+    kind: type[Source], tables: PageTables, spans: Sequence[PageSpan]
 ) -> tuple[TablePages, ...]:
     """Return the number of pages of a range's spans for each table, without those of the state."""
     of_tables = [span for span in spans if span.table < tables.num_tables]
@@ -261,12 +261,6 @@ class ProducerPace:
             self._token_s += _WEIGHT * (seconds / num_tokens - self._token_s)
 
 
-@dataclass(slots=True)
-class HeartbeatsDue:
-    heartbeats: list[int]  # streams on which to send a heartbeat
-    silent: list[int]  # streams whose peer has missed several heartbeats
-
-
 class HeartbeatTimer:
     """Heartbeats of all streams: when to send them, and whose peer is silent."""
 
@@ -297,11 +291,16 @@ class HeartbeatTimer:
         self._sequences[stream] += 1
         return self._sequences[stream]
 
-    def take_due(self, now: float) -> HeartbeatsDue:
-        heartbeats = self._next.take_due(now)
-        for stream in heartbeats:
+    def take_due(self, now: float) -> list[int]:
+        """Return the streams on which to send a heartbeat."""
+        due = self._next.take_due(now)
+        for stream in due:
             self._next.set(stream, now + self._interval_s)
-        return HeartbeatsDue(heartbeats if self.moving else [], self._silence.take_due(now))
+        return due if self.moving else []
+
+    def take_silent(self, now: float) -> list[int]:
+        """Return the streams whose peer has missed several heartbeats."""
+        return self._silence.take_due(now)
 
     def next_deadline(self) -> float | None:
         return earliest((self._next.next(), self._silence.next()))
@@ -370,10 +369,9 @@ class ProtocolEnd(Generic[StreamT, Action]):
 
     def _tick_streams(self, now: float) -> None:
         """Send due heartbeats, and end streams whose peer is silent."""
-        due = self._heartbeats.take_due(now)
-        for stream in due.heartbeats:
+        for stream in self._heartbeats.take_due(now):
             self._heartbeat(stream)
-        for stream in due.silent:
+        for stream in self._heartbeats.take_silent(now):
             self._end_stream(stream, f"the {self.peer} missed too many heartbeats")
 
     def _send(self, stream: int, message: AnyMessage) -> None:

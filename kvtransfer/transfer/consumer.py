@@ -16,19 +16,17 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
-from kvtransfer.frontend_messages import LocalHello, PairEnd, PairOpened, PairSend
+from kvtransfer.frontend_messages import EndStream, LocalHello, PairOpened, SendMessage
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
-from kvtransfer.ports import CompletedEvent, ConsumerCommand, ConsumerEvent, FailedEvent
+from kvtransfer.ports import LINK_PATHS, CompletedEvent, ConsumerCommand, FailedEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,
     ConsumerAction,
-    EndStream,
     ExpectPages,
     OpenLink,
     PageSum,
-    SendMessage,
     StartRead,
 )
 from kvtransfer.protocol.attempt import ProducerPages
@@ -47,17 +45,8 @@ from kvtransfer.transfer.thread import EventOutlet
 
 log = logging.getLogger(__name__)
 
-PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
-
-class _Path:
-    __slots__ = ("num_bytes", "num_descriptors", "num_refused", "seconds")
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.num_descriptors = 0
-        self.num_refused = 0
-        self.seconds = LiveHistogram(distribution.READ_S)
+_TOTALS = ("total_read_bytes", "total_read_descriptors", "total_reads_refused")
 
 
 class ReadMetrics:
@@ -68,40 +57,31 @@ class ReadMetrics:
     """
 
     def __init__(self) -> None:
-        self._paths = {name: _Path() for name in PATHS}
         self.in_flight = 0
-        self._compared = {"passed": 0, "failed": 0}  # pages
+        self._totals = {f"{name}/{path}": 0.0 for path in LINK_PATHS for name in _TOTALS}
+        self._totals |= {f"total_pages_compared/{name}": 0.0 for name in ("passed", "failed")}
+        self._seconds = {path: LiveHistogram(distribution.READ_S) for path in LINK_PATHS}
 
     def ended(self, path: str, read: ReadEnded) -> None:
-        """Count one ended read of a link. A path outside PATHS is not counted."""
-        of_path = self._paths.get(path)
-        if of_path is None:
+        """Count one ended read of a link. A path outside LINK_PATHS is not counted."""
+        if path not in LINK_PATHS:
             return
         if read.refused:
-            of_path.num_refused += 1
+            self._totals[f"total_reads_refused/{path}"] += 1
             return
-        of_path.num_bytes += read.num_bytes
-        of_path.num_descriptors += read.num_parts
-        of_path.seconds.add(read.seconds)
+        self._totals[f"total_read_bytes/{path}"] += read.num_bytes
+        self._totals[f"total_read_descriptors/{path}"] += read.num_parts
+        self._seconds[path].add(read.seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
-        self._compared["passed"] += right
-        self._compared["failed"] += wrong
+        self._totals["total_pages_compared/passed"] += right
+        self._totals["total_pages_compared/failed"] += wrong
 
     def gauges(self) -> dict[str, float]:
-        gauges = {"reads_in_flight": float(self.in_flight)}
-        for name, number in self._compared.items():
-            gauges[f"total_pages_compared/{name}"] = float(number)
-        for name, path in self._paths.items():
-            gauges[f"total_read_bytes/{name}"] = float(path.num_bytes)
-            gauges[f"total_read_descriptors/{name}"] = float(path.num_descriptors)
-            gauges[f"total_reads_refused/{name}"] = float(path.num_refused)
-        return gauges
+        return {"reads_in_flight": float(self.in_flight), **self._totals}
 
     def distributions(self) -> dict[str, HistogramCounts]:
-        return {
-            f"read_seconds/{name}": path.seconds.counted() for name, path in self._paths.items()
-        }
+        return {f"read_seconds/{path}": each.counted() for path, each in self._seconds.items()}
 
 
 LINK_END_S = 2.0  # for the link threads at the end of the process
@@ -136,7 +116,7 @@ class ConsumerSide:
         hello: PairHello,
         opener: LinkOpener,
         backends: Collection[str],
-        outlet: EventOutlet[ConsumerEvent],
+        outlet: EventOutlet,
         wake: Callable[[], None],
         meter: ReadMetrics,
         sums: PageChecksums,
@@ -161,15 +141,13 @@ class ConsumerSide:
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
+        refused = lasts(self._hello, hello)
         try:
             compare(self._hello, hello)
-        except LayoutMismatch as mismatch:
-            self._outlet.send(PairEnd(stream, str(mismatch), lasts(self._hello, hello)))
-            return
-        try:
+            refused = True
             self._opener.check(hello)
         except LayoutMismatch as mismatch:
-            self._outlet.send(PairEnd(stream, str(mismatch), True))
+            self._outlet.send(EndStream(stream, str(mismatch), refused))
             return
         self._peers[stream] = hello
         there, here = hello.regions[0], self._hello.regions[0]
@@ -237,17 +215,17 @@ class ConsumerSide:
     def _link_event(self, stream: int, event: LinkEvent, now: float) -> None:
         state = self._links[stream]
         match event:
-            case LinkUp(_, path, gib_per_s, members):
+            case LinkUp(path, gib_per_s, members):
                 self._log.info("link up", stream=stream, path=path, gib_per_s=gib_per_s)
                 state.path = path
                 several = members if len(members) > 1 else ()
                 self._carry_out(self._end.link_up(stream, path, gib_per_s, several))
-            case RateMeasured(_, gib_per_s):
+            case RateMeasured(gib_per_s):
                 self._carry_out(self._end.rate_measured(stream, gib_per_s))
             case ReadEnded(refused=refused):
                 self._meter.ended(state.path, event)
                 self._carry_out(self._end.read_ended(stream, refused, now))
-            case LinkClosed(_, reason):
+            case LinkClosed(reason):
                 self._log.info("link closed", stream=stream, reason=reason)
                 del self._links[stream]
                 self._link_closed(stream, state, reason, now)
@@ -279,11 +257,11 @@ class ConsumerSide:
     def _carry_out(self, actions: Sequence[ConsumerAction]) -> None:
         for action in actions:
             match action:
-                case SendMessage(stream, message):
-                    self._outlet.send(PairSend(stream, message))
-                case EndStream(stream, reason, refused):
+                case SendMessage():
+                    self._outlet.send(action)
+                case EndStream(stream):
                     self._peers.pop(stream, None)
-                    self._outlet.send(PairEnd(stream, reason, refused))
+                    self._outlet.send(action)
                 case OpenLink(stream):
                     self._open_link(stream)
                 case CloseLink(stream, reason):

@@ -25,7 +25,6 @@ from common.copy_map import NodeShape
 from common.errors import ServingError, TransferError
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
-from kvtransfer.pairing import region_of
 from kvtransfer.ports import PagesToRead
 from kvtransfer.rank_messages import (
     CloseRankLink,
@@ -34,9 +33,7 @@ from kvtransfer.rank_messages import (
     OpenRankLink,
     PollPaths,
     PublishPages,
-    RankLinkUp,
     RankMessage,
-    RankReadEnded,
     ReadRankPages,
     StartTransfer,
     StopTransfer,
@@ -187,7 +184,7 @@ class FollowerTransfer:
             case StartTransfer():
                 self._stop()
                 self._start(message)
-                reply(encode(TransferStarted(self._rank, region_of(self._pool))))
+                reply(encode(TransferStarted(self._rank, self._pool.region)))
             case StopTransfer():
                 self._stop()
                 reply()
@@ -317,16 +314,15 @@ class FollowerTransfer:
 
     def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:
-            case LinkUp(_, path, gib_per_s, members):
+            case LinkUp():
                 if state.opened is not None:
-                    state.opened(encode(RankLinkUp(path, gib_per_s, members)))
+                    state.opened(encode(event))
                 state.opened = None
             case RateMeasured():
                 pass  # rank 0's link measures the rate
-            case ReadEnded(_, _, num_bytes, num_parts, seconds, refused):
-                ended = RankReadEnded(num_bytes, num_parts, seconds, refused)
-                state.reads.popleft()(encode(ended))
-            case LinkClosed(_, reason):
+            case ReadEnded():
+                state.reads.popleft()(encode(event))
+            case LinkClosed(reason):
                 self._work.put(partial(self._closed_link, state, reason))
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, ReadRefused, TableSlices
 from kvtransfer.messages import HandoffId
@@ -77,41 +79,43 @@ class LinkRate:
         self._measured_at = now
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LinkUp:
+class LinkUp(msgspec.Struct, frozen=True, array_like=True):
     """The path is proved and probed. At most once, before any ReadEnded."""
 
-    link: "PageLink"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
     members: tuple[LinkMember, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RateMeasured:
+class RateMeasured(msgspec.Struct, frozen=True):
     """A new rate of the path, from another probe or a read. After LinkUp."""
 
-    link: "PageLink"
     gib_per_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadEnded:
+class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
     """The end of one job: no more bytes of it land. Several jobs may share an id."""
 
-    link: "PageLink"
     handoff: HandoffId
-    num_bytes: int
-    num_parts: int  # pages, or parts of pages
-    seconds: float
-    refused: str  # why the producer refused this job; empty: every byte has landed
+    num_bytes: int = 0
+    num_parts: int = 0  # pages, or parts of pages
+    seconds: float = 0.0
+    refused: str = ""  # why the producer refused this job; empty: every byte has landed
+
+    def beside(self, other: "ReadEnded") -> "ReadEnded":
+        """Return the end of this job and of another part of it, read at the same time."""
+        return ReadEnded(
+            self.handoff,
+            self.num_bytes + other.num_bytes,
+            self.num_parts + other.num_parts,
+            max(self.seconds, other.seconds),
+            self.refused or other.refused,
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LinkClosed:
+class LinkClosed(msgspec.Struct, frozen=True):
     """The end of the link: no byte lands through it any more. Exactly once, the last event."""
 
-    link: "PageLink"
     reason: str
     unfinished: tuple[HandoffId, ...]  # one entry per unfinished job
 
@@ -199,7 +203,6 @@ class _State:
 
     jobs: deque[_Job] = field(default_factory=deque)  # the first may be in progress
     expected: deque[int] = field(default_factory=deque)  # pages that later jobs will read into
-    under_way: bool = False
     due: float | None = None
     connection: BackendConnection | None = None
     closing: str | None = None  # reason for closing, once requested
@@ -221,6 +224,7 @@ class Link:
         read_s: float,
         min_gib_per_s: float = 0.0,
         max_jobs: int = 4096,
+        ranks: tuple[int, int] = (0, 0),
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> None:
         """Start connecting at once.
@@ -234,6 +238,7 @@ class Link:
             read_s: time limit of a read, in addition to its bytes at a tenth of the measured rate.
             min_gib_per_s: a slower link closes instead of coming up.
             max_jobs: unfinished jobs before `post` raises Overloaded.
+            ranks: this rank and the producer's, which LinkUp reports.
             take_memory: called on the link's thread with a local page id. Makes the system allocate
                 the page's memory before it is written.
         """
@@ -244,6 +249,7 @@ class Link:
         self._read_s = read_s
         self._min_gib_per_s = min_gib_per_s
         self._max_jobs = max_jobs
+        self._ranks = ranks
         self._take_memory = take_memory
         self._state = _State()
         self._changed = threading.Condition(threading.RLock())
@@ -319,9 +325,8 @@ class Link:
             with self._changed:
                 if self._state.closing is None:
                     self._state.closing = reason
-                closed = LinkClosed(
-                    self, self._state.closing, tuple(job.handoff for job in self._state.jobs)
-                )
+                unfinished = tuple(job.handoff for job in self._state.jobs)
+                closed = LinkClosed(self._state.closing, unfinished)
             self._notify(closed)
 
     def _serve(self) -> None:
@@ -337,7 +342,8 @@ class Link:
                     f"{connection.path} gives {gib_per_s:.2f} GiB/s, less than the configured "
                     f"{self._min_gib_per_s:.2f}"
                 )
-            self._notify(LinkUp(self, connection.path, gib_per_s))
+            member = LinkMember(*self._ranks, connection.path, gib_per_s)
+            self._notify(LinkUp(connection.path, gib_per_s, (member,)))
             rate = LinkRate(gib_per_s, time.monotonic())
             while (job := self._begin(connection, rate)) is not None:
                 self._read(connection, rate, job)
@@ -363,14 +369,13 @@ class Link:
                 self._take_memory(page)
             elif time.monotonic() >= rate.probe_at:
                 rate.probed(self._probe(connection), time.monotonic())
-                self._notify(RateMeasured(self, rate.gib_per_s))
+                self._notify(RateMeasured(rate.gib_per_s))
         with self._changed:
             if self._state.closing is not None:
                 return None
             job = self._state.jobs[0]
             num_bytes = self._num_bytes.of(job.pages)
             allowed_s = self._read_s + num_bytes / (SLOWEST * rate.gib_per_s * GIB)
-            self._state.under_way = True
             self._state.due = time.monotonic() + allowed_s
             return job
 
@@ -400,11 +405,10 @@ class Link:
         num_bytes = self._num_bytes.of(job.pages)
         now = time.monotonic()
         num_parts = self._num_bytes.parts_of(job.pages)
-        ended = ReadEnded(self, job.handoff, num_bytes, num_parts, now - started, refused)
+        ended = ReadEnded(job.handoff, num_bytes, num_parts, now - started, refused)
         with self._changed:
             self._state.jobs.popleft()
-            self._state.under_way = False
             self._state.due = None
         self._notify(ended)
         if not refused and rate.read(num_bytes, ended.seconds, now):
-            self._notify(RateMeasured(self, rate.gib_per_s))
+            self._notify(RateMeasured(rate.gib_per_s))

@@ -30,12 +30,8 @@ from kvtransfer.transfer.link import (
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    handoff: HandoffId
-    reading: int  # members that have not ended it
-    num_bytes: int = 0
-    num_parts: int = 0
-    seconds: float = 0.0  # of the slowest member
-    refused: str = ""
+    ended: ReadEnded  # by the members that have ended it
+    reading: int  # members that have not
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +86,7 @@ class LinkGroup:
                 raise TransferError(f"the link is closed: {self._closing}")
             if len(self._jobs) >= self._max_jobs:
                 raise Overloaded(f"{self._max_jobs} reads are queued on this link")
-            job = _Job(handoff, len(self._members))
+            job = _Job(ReadEnded(handoff), len(self._members))
             try:
                 for member in self._members:
                     member.link.post(handoff, pages)
@@ -134,24 +130,24 @@ class LinkGroup:
 
     def _note(self, member: _Member, event: LinkEvent) -> None:
         match event:
-            case LinkUp(_, path, gib_per_s, members):
+            case LinkUp(path, gib_per_s, members):
                 member.path, member.gib_per_s, member.members = path, gib_per_s, members
                 if self._is_up and self._closing is None:
                     whole = itertools.chain.from_iterable(each.members for each in self._members)
                     path, gib_per_s = self._slowest.path, self._gib_per_s
-                    self._events.append(LinkUp(self, path, gib_per_s, tuple(whole)))
-            case RateMeasured(_, gib_per_s):
+                    self._events.append(LinkUp(path, gib_per_s, tuple(whole)))
+            case RateMeasured(gib_per_s):
                 member.gib_per_s = gib_per_s
                 if self._is_up and self._closing is None:
-                    self._events.append(RateMeasured(self, self._gib_per_s))
+                    self._events.append(RateMeasured(self._gib_per_s))
             case ReadEnded():
                 self._end(member, event)
-            case LinkClosed(_, reason):
+            case LinkClosed(reason):
                 member.closed = True
                 self.close(reason)
                 if all(each.closed for each in self._members):
-                    unfinished = tuple(job.handoff for job in self._jobs)
-                    self._events.append(LinkClosed(self, self._closing or reason, unfinished))
+                    unfinished = tuple(job.ended.handoff for job in self._jobs)
+                    self._events.append(LinkClosed(self._closing or reason, unfinished))
 
     def _deliver(self) -> None:
         """Deliver events in order, with the lock released, because this group may be a member of
@@ -170,14 +166,10 @@ class LinkGroup:
     def _end(self, member: _Member, event: ReadEnded) -> None:
         job = member.jobs.popleft()
         job.reading -= 1
-        job.num_bytes += event.num_bytes
-        job.num_parts += event.num_parts
-        job.seconds = max(job.seconds, event.seconds)
-        job.refused = job.refused or event.refused
+        job.ended = job.ended.beside(event)
         if not job.reading:
             self._jobs.popleft()
-            counts = job.num_bytes, job.num_parts, job.seconds, job.refused
-            self._events.append(ReadEnded(self, job.handoff, *counts))
+            self._events.append(job.ended)
 
     @property
     def _is_up(self) -> bool:

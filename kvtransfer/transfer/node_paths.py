@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from common.config import TransferConfig
 from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferError
-from kvtransfer.backends.base import Ints
+from kvtransfer.backends.base import Ints, PoolRegion
 from kvtransfer.messages import HandoffId
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.ports import PIECES, STATE, PagesToRead, TablePages
 from kvtransfer.rank_messages import (
     MOST_BYTES,
@@ -30,8 +30,6 @@ from kvtransfer.rank_messages import (
     OpenRankLink,
     PollPaths,
     PublishPages,
-    RankLinkUp,
-    RankReadEnded,
     ReadRankPages,
     StartTransfer,
     StopTransfer,
@@ -71,8 +69,8 @@ _paths: msgspec.msgpack.Decoder[tuple[DataPath, ...]] = msgspec.msgpack.Decoder(
     tuple[DataPath, ...]
 )
 _started: msgspec.msgpack.Decoder[TransferStarted] = msgspec.msgpack.Decoder(TransferStarted)
-_link_up: msgspec.msgpack.Decoder[RankLinkUp] = msgspec.msgpack.Decoder(RankLinkUp)
-_read_ended: msgspec.msgpack.Decoder[RankReadEnded] = msgspec.msgpack.Decoder(RankReadEnded)
+_link_up: msgspec.msgpack.Decoder[LinkUp] = msgspec.msgpack.Decoder(LinkUp)
+_read_ended: msgspec.msgpack.Decoder[ReadEnded] = msgspec.msgpack.Decoder(ReadEnded)
 
 
 def start_ranks(
@@ -207,12 +205,8 @@ def _brief(hello: PairHello, backend: str) -> PairHello:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    handoff: HandoffId
+    ended: ReadEnded  # the parts that have ended, one after the other
     parts: int  # parts not ended yet
-    num_bytes: int = 0
-    num_parts: int = 0
-    seconds: float = 0.0
-    refused: str = ""
 
 
 class FollowersLink:
@@ -238,7 +232,7 @@ class FollowersLink:
         with self._lock:
             if self._closing is not None:
                 raise TransferError(f"the link is closed: {self._closing}")
-            read = _Read(handoff, len(parts))
+            read = _Read(ReadEnded(handoff), len(parts))
             self._reads.append(read)
             for part in parts:
                 lists = part.source.tobytes(), part.destination.tobytes()
@@ -272,31 +266,27 @@ class FollowersLink:
             slowest = min(up, key=lambda each: each.gib_per_s)
             members = itertools.chain.from_iterable(each.members for each in up)
             in_order = tuple(sorted(members, key=lambda each: (each.rank, each.producer_rank)))
-            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s, in_order))
+            self._notify(LinkUp(slowest.path, len(up) * slowest.gib_per_s, in_order))
 
     def _ended(self, read: _Read, asked: Replies) -> None:
         error = asked.exception()
         if error is not None:
             self.close(str(error))
             return
-        ended = [_read_ended.decode(reply) for reply in asked.result()]
+        part = reduce(ReadEnded.beside, map(_read_ended.decode, asked.result()))
         with self._lock:
-            read.num_bytes += sum(each.num_bytes for each in ended)
-            read.num_parts += sum(each.num_parts for each in ended)
-            read.seconds += max(each.seconds for each in ended)
-            refusals = (each.refused for each in ended if each.refused)
-            read.refused = read.refused or next(refusals, "")
+            seconds = read.ended.seconds + part.seconds
+            read.ended = msgspec.structs.replace(read.ended.beside(part), seconds=seconds)
             read.parts -= 1
             if read.parts:
                 return
             self._reads.popleft()
-        counts = read.num_bytes, read.num_parts, read.seconds, read.refused
-        self._notify(ReadEnded(self, read.handoff, *counts))
+        self._notify(read.ended)
 
     def _fenced(self, _: object) -> None:
         """Report LinkClosed: the followers have replied to all reads."""
-        unfinished = tuple(read.handoff for read in self._reads)
-        self._notify(LinkClosed(self, self._closing or "", unfinished))
+        unfinished = tuple(read.ended.handoff for read in self._reads)
+        self._notify(LinkClosed(self._closing or "", unfinished))
         self._closed.set()
 
 

@@ -18,7 +18,7 @@ from common.errors import LayoutMismatch
 from common.logs import Throttle, ThrottledLog
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints
-from kvtransfer.frontend_messages import PairEnd, PairOpened, PairSend, PeerHello
+from kvtransfer.frontend_messages import EndStream, PairOpened, SendMessage
 from kvtransfer.messages import (
     AnyMessage,
     HandoffFailed,
@@ -28,14 +28,8 @@ from kvtransfer.messages import (
     PagesReady,
 )
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
-from kvtransfer.ports import ProducerCommand, ProducerEvent, TablePages
-from kvtransfer.protocol.actions import (
-    EndStream,
-    ExposePages,
-    ProducerAction,
-    SendMessage,
-    WithdrawPages,
-)
+from kvtransfer.ports import ProducerCommand, TablePages
+from kvtransfer.protocol.actions import ExposePages, ProducerAction, WithdrawPages
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.paths import PageChecksums, PathOffers
@@ -121,7 +115,7 @@ class ProducerSide:
         end: ProducerEnd,
         hello: PairHello,
         offers: PathOffers,
-        outlet: EventOutlet[ProducerEvent],
+        outlet: EventOutlet,
         wake: Callable[[], None],
         sums: PageChecksums,
         *,
@@ -134,14 +128,11 @@ class ProducerSide:
         self._sums = sums
         self._wake = wake
         self._admissions = ConsumerAdmissions(offers, wake)
-        self._held = HeldMessages(lambda stream, message: outlet.send(PairSend(stream, message)))
+        self._held = HeldMessages(outlet.send)
         self._unconsumed = UnconsumedEvents(max_unconsumed_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._consumers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
-
-    def start(self) -> None:
-        """No-op: a producer waits for its consumers."""
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
@@ -149,7 +140,7 @@ class ProducerSide:
             compare(self._hello, hello)
         except LayoutMismatch as mismatch:
             refused = lasts(self._hello, hello)
-            self._outlet.send(PairEnd(stream, str(mismatch), refused))
+            self._outlet.send(EndStream(stream, str(mismatch), refused))
             return
         for old in self._admissions.streams_of(hello.instance):
             self._reject(old, "the consumer has opened another stream")
@@ -178,7 +169,8 @@ class ProducerSide:
         match message:
             case OpenHandoff() if not self._fits(stream, message):
                 reason = "the engine has not accepted earlier hand-offs of this consumer"
-                self._held.send(stream, HandoffFailed(message.id, reason, retryable=True))
+                failed = HandoffFailed(message.id, reason, retryable=True)
+                self._held.send(SendMessage(stream, failed))
             case InvalidatePrefix() if not self._fits(stream, message):
                 pass  # the consumer sends it again if the KV causes NaN or Inf again
             case OpenHandoff() | InvalidatePrefix():
@@ -208,7 +200,7 @@ class ProducerSide:
     def _answer_ready(self, now: float) -> None:
         for stream, instance in self._admissions.take_ready(now):
             hello = msgspec.structs.replace(self._hello, paths=self._offers.admit(stream))
-            self._outlet.send(PeerHello(stream, hello))
+            self._outlet.send(SendMessage(stream, hello))
             self._carry_out(self._end.stream_up(stream, instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
@@ -224,7 +216,7 @@ class ProducerSide:
 
     def _reject(self, stream: int, reason: str) -> None:
         """Reject a consumer whose Hello has not been answered."""
-        self._outlet.send(PairEnd(stream, reason, False))
+        self._outlet.send(EndStream(stream, reason, refused=False))
         self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
@@ -248,11 +240,12 @@ class ProducerSide:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
                     sums := self._sums.take(pages, spans, self._consumers.get(stream))
                 ):
-                    self._held.send(stream, msgspec.structs.replace(ready, sums=sums))
-                case SendMessage(stream, message):
-                    self._held.send(stream, message)
-                case EndStream(stream, reason, refused):
-                    self._outlet.send(PairEnd(stream, reason, refused))
+                    ready = msgspec.structs.replace(ready, sums=sums)
+                    self._held.send(SendMessage(stream, ready))
+                case SendMessage():
+                    self._held.send(action)
+                case EndStream(stream):
+                    self._outlet.send(action)
                     ended.append(stream)
                 case ExposePages(id, stream, pages, spans):
                     self._exposed.setdefault(id, []).append((stream, pages))
@@ -271,19 +264,19 @@ class HeldMessages:
     within each stream. Transfer thread only.
     """
 
-    def __init__(self, send: Callable[[int, AnyMessage], None]) -> None:
+    def __init__(self, send: Callable[[SendMessage], None]) -> None:
         self._send = send
-        self._held: dict[int, deque[AnyMessage | Future[Any]]] = {}  # by stream, not empty
+        self._held: dict[int, deque[SendMessage | Future[Any]]] = {}  # by stream, not empty
 
     def hold(self, stream: int, until: Future[Any]) -> None:
         """Hold the next messages of a stream until `until` is done."""
         self._held.setdefault(stream, deque()).append(until)
 
-    def send(self, stream: int, message: AnyMessage) -> None:
-        if stream in self._held:
-            self._held[stream].append(message)
+    def send(self, message: SendMessage) -> None:
+        if message.stream in self._held:
+            self._held[message.stream].append(message)
         else:
-            self._send(stream, message)
+            self._send(message)
 
     def flush(self) -> None:
         """Send all messages that need not wait. Raises the error of a rank that failed."""
@@ -295,7 +288,7 @@ class HeldMessages:
                             break
                         until.result()
                     case message:
-                        self._send(stream, message)
+                        self._send(message)
                 held.popleft()
             else:
                 del self._held[stream]

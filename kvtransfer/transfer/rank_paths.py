@@ -6,7 +6,6 @@ A node with one rank uses these directly. With several ranks, node_paths.py join
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,14 +21,12 @@ from kvtransfer.backends.base import (
     PagePool,
     PageProducer,
     PublishedPages,
-    RemotePool,
     TableSlices,
     TransferBackend,
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import LinkMember
-from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
+from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.paths import (
     MOST_KNOWN,
@@ -126,7 +123,7 @@ class RankLinks:
 
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
-            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
+            check_pool(region)
         if hello.shape == self._node:
             return  # `compare` has found equal pages
         for rank, pages in enumerate(self._pages_by_rank(hello.shape)):
@@ -168,19 +165,14 @@ class RankLinks:
     def _link(
         self, hello: PairHello, backend: str, producer: int, num_bytes: LinkBytes, notify: Notify
     ) -> PageLink:
-        def named(event: LinkEvent) -> None:
-            if isinstance(event, LinkUp):
-                member = LinkMember(self._rank, producer, event.path, event.gib_per_s)
-                event = replace(event, members=(member,))
-            notify(event)
-
         return Link(
             hello.instance,
             lambda: self._connect(hello, backend, producer, num_bytes.slices),
-            named,
+            notify,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
             min_gib_per_s=self._config.min_link_gib_per_s,
+            ranks=(self._rank, producer),
             take_memory=self._take_memory,
         )
 
@@ -191,8 +183,7 @@ class RankLinks:
         path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
         if path is None:
             raise TransferError("the producer offers no data path that this node can use")
-        region = hello.regions[producer]
-        remote = RemotePool(region.base, region.page_bytes, region.num_pages)
+        remote = hello.regions[producer]
         return self._backends[backend].connect(path.description, remote, self._pool, slices)
 
     def _take_memory(self, page: int) -> None:

@@ -6,24 +6,21 @@ While the memory of the pages is released, neither has a pair (`PageAccess`).
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 from common.config import TransferConfig
 from common.errors import EngineFault, FailedPrecondition, ServingError
 from common.page_tables import PageTables
-from kvtransfer.frontend_messages import PairEnd, PairOpened
+from kvtransfer.frontend_messages import EndStream, PairOpened
 from kvtransfer.messages import AnyMessage, CancelHandoff
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
     ClosePairs,
-    ConsumerEvent,
     GrantCommand,
     InvalidateCommand,
     NodeCommand,
-    NodeEvent,
     OpenCommand,
     OpenPairs,
-    ProducerEvent,
     SetWeightVersion,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
@@ -43,7 +40,7 @@ class TransferSides:
     """The consumer's and the producer's side of one node. Transfer thread only."""
 
     def __init__(
-        self, consumer: ConsumerSide, publisher: ProducerSide, outlet: EventOutlet[NodeEvent]
+        self, consumer: ConsumerSide, publisher: ProducerSide, outlet: EventOutlet
     ) -> None:
         self._consumer = consumer
         self._publisher = publisher
@@ -54,12 +51,11 @@ class TransferSides:
 
     def start(self) -> None:
         self._consumer.start()
-        self._publisher.start()
 
     def opened(self, opening: PairOpened, now: float) -> None:
         if self._closing is not None:
             self._refused.add(opening.stream)
-            self._outlet.send(PairEnd(opening.stream, RELEASED, refused=False))
+            self._outlet.send(EndStream(opening.stream, RELEASED, refused=False))
             return
         side = self._consumer if opening.as_consumer else self._publisher
         self._of_stream[opening.stream] = side
@@ -116,7 +112,7 @@ def both_sides(
     reads: ReadMetrics,
     *,
     max_unconsumed_tokens: int,
-) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
+) -> Callable[[EventOutlet, Callable[[], None]], TransferSides]:
     """Return a function that creates both sides for a TransferThread.
 
     Args:
@@ -124,13 +120,13 @@ def both_sides(
         max_unconsumed_tokens: see ProducerSide.
     """
 
-    def made(outlet: EventOutlet[NodeEvent], wake: Callable[[], None]) -> TransferSides:
+    def made(outlet: EventOutlet, wake: Callable[[], None]) -> TransferSides:
         consumer = ConsumerSide(
             ConsumerEnd(config, tables),
             hello,
             paths.opener,
             paths.backends,
-            cast(EventOutlet[ConsumerEvent], outlet),  # the outlet accepts the events of both
+            outlet,
             wake,
             reads,
             PageChecksums(contents(), 0, paths.compared),
@@ -139,7 +135,7 @@ def both_sides(
             ProducerEnd(config, tables),
             hello,
             paths.offers,
-            cast(EventOutlet[ProducerEvent], outlet),
+            outlet,
             wake,
             PageChecksums(contents(), config.checksum_interval, paths.compared),
             max_unconsumed_tokens=max_unconsumed_tokens,

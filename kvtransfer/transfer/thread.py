@@ -5,9 +5,7 @@ immediately, even during a forward pass. A TransferSide implements the work of a
 consumer, of which this module knows nothing.
 """
 
-import contextlib
 import logging
-import os
 import select
 import threading
 import time
@@ -16,6 +14,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from common.process.ipc import FrameSocket, PeerGone
+from common.process.wakeup import WakeUp
 from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     PairClosed,
@@ -25,11 +24,11 @@ from kvtransfer.frontend_messages import (
     PairOutput,
 )
 from kvtransfer.messages import AnyMessage
+from kvtransfer.ports import NodeEvent
 
 log = logging.getLogger(__name__)
 
 Command = TypeVar("Command")
-Event = TypeVar("Event")
 CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
@@ -64,16 +63,16 @@ class TransferSide(Protocol[CommandIn]):
         ...
 
 
-class EventOutlet(Generic[Event]):
+class EventOutlet:
     """The output of a side: messages to the frontend, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self.send: Callable[[PairOutput], None] = frames.send
-        self._events: deque[Event] = deque()
+        self._events: deque[NodeEvent] = deque()
         self.num_emitted = 0  # events, counted on the transfer thread
         self.num_consumed = 0  # consumed events, counted on the engine thread
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: NodeEvent) -> None:
         self.num_emitted += 1
         self._events.append(event)
 
@@ -81,39 +80,14 @@ class EventOutlet(Generic[Event]):
     def has_events(self) -> bool:
         return bool(self._events)
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[NodeEvent]:
         """Return the events not consumed yet. Engine thread only."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         self.num_consumed += len(events)
         return events
 
 
-class WakeUp:
-    """Ends another thread's sleep.
-
-    Any thread may call `wake`, even after the sleeper has ended. Therefore the descriptor is closed
-    only when nothing refers to this object any more.
-    """
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-
-
-class Transfer(Generic[Command, Event]):
+class Transfer(Generic[Command]):
     """The work of the transfer thread, and the engine thread's port to it. It never sleeps itself:
     a driver calls `turn` when `fileno` is readable, after each `wake`, and after `due_in_s`.
 
@@ -129,7 +103,7 @@ class Transfer(Generic[Command, Event]):
     def __init__(
         self,
         frames: FrameSocket[PairInput],
-        make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
+        make_side: Callable[[EventOutlet, Callable[[], None]], TransferSide[Command]],
         *,
         wake: Callable[[], None],
         engine_late_s: Callable[[], float],
@@ -137,7 +111,7 @@ class Transfer(Generic[Command, Event]):
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
-        self._outlet: EventOutlet[Event] = EventOutlet(frames)
+        self._outlet = EventOutlet(frames)
         self._side = make_side(self._outlet, wake)
         self._wake = wake
         self._engine_late_s = engine_late_s
@@ -153,7 +127,7 @@ class Transfer(Generic[Command, Event]):
         self._commands.append(command)
         self._wake()
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[NodeEvent]:
         """Return the events not consumed yet. Raises the fault that ended the transfer thread, if
         any, because the engine cannot work without it.
         """
@@ -212,7 +186,7 @@ class Transfer(Generic[Command, Event]):
         self._frames.close()
 
 
-class TransferThread(Generic[Command, Event]):
+class TransferThread(Generic[Command]):
     """The thread that drives a Transfer, and the engine thread's port to it.
 
     Args:
@@ -222,14 +196,14 @@ class TransferThread(Generic[Command, Event]):
     def __init__(
         self,
         frames: FrameSocket[PairInput],
-        make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
+        make_side: Callable[[EventOutlet, Callable[[], None]], TransferSide[Command]],
         *,
         engine_late_s: Callable[[], float],
         stall_s: float = HEARTBEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
         self._wake_up = WakeUp()
-        self._transfer: Transfer[Command, Event] = Transfer(
+        self._transfer: Transfer[Command] = Transfer(
             frames,
             make_side,
             wake=self._wake_up.wake,

@@ -22,6 +22,7 @@ from common.logs import kv
 from common.queueing import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
 from engine.kv_cache.kv_events import CacheChange, CacheEvents, KvEventLog
+from engine.loop.step_clock import StepClock
 from kvtransfer.ports import ProducerUp
 from node.control.commands import CommandSteps, ControlledRole
 from node.messages import (
@@ -40,7 +41,6 @@ from node.messages import (
     LoadAdapter,
     NodeCall,
     NodeCallResult,
-    NodeLink,
     PrepareRole,
     ResumeNode,
     StartRole,
@@ -198,29 +198,11 @@ class NamedAdapters(Protocol):
     def poll(self) -> None: ...
 
 
-class StepProgress(Protocol):
-    @property
-    def finished(self) -> int: ...
-
-
-class StepCount(Protocol):
-    """The steps of the engine. StepClock documents the members."""
-
-    @property
-    def reading(self) -> StepProgress: ...
-
-
-class CurrentWeights(Protocol):
-    """The weights in use."""
-
-    id: WeightsId
-
-
 class OperatorCommands(Protocol):
     """The commands of operators. EngineOperations documents the members."""
 
     @property
-    def weights(self) -> CurrentWeights: ...
+    def weights_in_use(self) -> WeightsId: ...
 
     @property
     def gauges(self) -> Mapping[str, float]: ...
@@ -250,6 +232,7 @@ class EngineControl:
         clock: counts the steps since the start.
         prepare: creates the additional parts of another role, while no work is in progress. Raises
             ConfigError or FailedPrecondition if this engine cannot have that role.
+        links: usable producers by address. Their links are reported.
     Attributes:
         may_end: returns whether a node without requests may end its drain.
     """
@@ -259,10 +242,11 @@ class EngineControl:
         channel: FrontendChannel,
         *,
         pages_by_holder: Callable[[], dict[str, int]],
-        clock: StepCount,
+        clock: StepClock,
         cache: CacheReporter,
         adapters: NamedAdapters,
         operations: OperatorCommands,
+        links: Mapping[str, ProducerUp],
         meters: Sequence[MetricSource] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
@@ -279,25 +263,16 @@ class EngineControl:
         self._calls: list[_Call] = []  # in progress
         self._answers: list[NodeCallResult] = []  # to be sent after the next report
         self._operations = operations
+        self.links = links
         self._report_at = 0.0
         self._check_at = 0.0
         self._reported_drained = False
         self.draining = False
         self.may_end: Callable[[], bool] = lambda: True
-        self.links: dict[str, NodeLink] = {}  # by the producer's address
 
     @property
     def weights(self) -> WeightsId:
-        return self._operations.weights.id
-
-    def link_up(self, event: ProducerUp) -> None:
-        link = NodeLink(event.address, event.path, event.gib_per_s, event.members)
-        self.links[event.address] = link
-
-    def link_measured(self, address: str, gib_per_s: float) -> None:
-        """Record a new rate of a link that is up."""
-        if (link := self.links.get(address)) is not None:
-            self.links[address] = link._replace(gib_per_s=gib_per_s)
+        return self._operations.weights_in_use
 
     def poll(
         self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None

@@ -212,7 +212,7 @@ class WeightCommands:
             # That node pairs only with nodes of the same version, so this node announces it until
             # the read ends. Meanwhile it computes nothing and has no KV.
             self._pair_as(command.weights, role)
-            yield from awaited(self._sharing.read(command.weights, command.address))
+            yield from awaited(self._sharing.reads.read(command.weights, command.address))
         yield from awaited(self._weights.put(command.weights))
 
     def _end(self, role: ControlledRole) -> None:
@@ -248,11 +248,15 @@ class EngineOperations:
     ) -> None:
         self._why_fixed = why_fixed
         self._profiler = profiler
-        self.weights = weights
+        self._updater = weights
         self.gauges = sharing.gauges
         self._pauses = Pauses(self.gauges)
         self._weights = WeightCommands(weights, sharing, self.gauges)
         self._memory = MemoryCommands(memory, self.gauges)
+
+    @property
+    def weights_in_use(self) -> WeightsId:
+        return self._updater.id
 
     def check_complete(self) -> None:
         """Raise FailedPrecondition if memory is released, or weights are incomplete."""

@@ -9,8 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
-from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
+from common.process.ipc import CallLane, FrameConnection
 from common.tracing.context import Tracer
 from node.messages import (
     Command,
@@ -102,17 +101,10 @@ class EngineLink:
 
     def send(self, message: FrontMessage, lane: CallLane | None = None) -> None:
         """Send a message that must not be lost. It is dropped if the engine has ended, because it
-        would have no effect.
+        would have no effect. If the engine does not read, the link ends, because the node cannot
+        work without it.
         """
-        if self._ended:
-            return
-        with self._ends():
-            (lane or self._connection).send(message)
-
-    async def room(self, lane: CallLane) -> None:
-        """Wait until more may be read from the stream of this lane."""
-        with self._ends():
-            await lane.room()
+        (lane or self._connection).send(message)
 
     def submit(self, request: SubmitRequest | SubmitPooling, lane: CallLane) -> None:
         """Send new work.
@@ -172,20 +164,7 @@ class EngineLink:
             case _:
                 self.on_notice(message)
 
-    @contextmanager
-    def _ends(self) -> Iterator[None]:
-        """End the link if the engine does not read, because the node cannot work without it."""
-        try:
-            yield
-        except PeerGone:
-            pass
-        except Backlogged as error:
-            self._connection.close()
-            self._end(str(error))
-
     def _end(self, reason: str) -> None:
-        if self._ended:
-            return
         self._ended = True
         self._refuse_questions()
         self._on_end(reason)

@@ -20,6 +20,7 @@ from common.requests.namespace import check_identity
 from common.requests.timeline import RequestTraces, traces_to_proto
 from common.rpc import check_address
 from common.rpc.streams import OutgoingStream
+from kvtransfer.ports import ProducerUp
 from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import (
     AbortRequests,
@@ -31,7 +32,6 @@ from node.messages import (
     FlushCache,
     LoadAdapter,
     NodeCallResult,
-    NodeLink,
     PauseGeneration,
     PrepareWeights,
     PutWeights,
@@ -166,7 +166,7 @@ class NodeIdentity(NamedTuple):
     group_rank: int = 0
 
 
-def _link_state(link: NodeLink) -> router_pb2.LinkState:
+def _link_state(link: ProducerUp) -> router_pb2.LinkState:
     return router_pb2.LinkState(
         peer=link.address,
         path=link.path,

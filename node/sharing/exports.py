@@ -1,7 +1,4 @@
-"""Hand-offs between nodes that serve no request: the interface of their two ends, and exports of
-cached prefixes.
-
-`pass_on` passes events of the transfer thread to the right end. An exported prefix:
+"""Exports of cached prefixes to other nodes.
 
     Opened --Granted: what the tree has is held--> exported --ClosedEvent--> gone
       | ^   `--nothing, or too much is exported--> refused -^
@@ -16,7 +13,6 @@ pages are needed until it has migrated, so they are exported without a limit.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -27,79 +23,15 @@ from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from kvtransfer.messages import Prefix, Weights
+from kvtransfer.messages import Prefix
 from kvtransfer.ports import (
     ClosedEvent,
-    CompletedEvent,
     FailCommand,
-    FailedEvent,
     GrantedEvent,
-    NodeEvent,
     OpenedEvent,
     ProducerCommands,
-    ProducerDown,
-    ProducerUp,
     PublishCommand,
-    ReadsEndedEvent,
 )
-
-# First numbers of the hand-offs that read embeddings, weights and prefixes. Those of requests are
-# lower.
-FIRST_SHARED_NUMBER, FIRST_WEIGHTS_NUMBER, FIRST_PREFIX_NUMBER = 1 << 61, 1 << 62, 1 << 63
-
-S = TypeVar("S", Prefix, Weights, contravariant=True)
-
-
-class ConsumerShare(Protocol):
-    """The reading end. Hand-offs are named by their ids."""
-
-    def producer_up(self, event: ProducerUp) -> None: ...
-
-    def producer_down(self, event: ProducerDown) -> None: ...
-
-    def held(self, event: CompletedEvent) -> None: ...
-
-    def lost(self, event: FailedEvent) -> None: ...
-
-    def reads_ended(self, event: ReadsEndedEvent) -> None: ...
-
-
-class ProducerShare(Protocol[S]):
-    """The exporting end. Hand-offs are named by their serials."""
-
-    def opened(self, event: OpenedEvent, source: S) -> None: ...
-
-    def granted(self, event: GrantedEvent) -> None: ...
-
-    def closed(self, event: ClosedEvent) -> None: ...
-
-
-def pass_on(
-    event: NodeEvent, kind: type[S], reading: ConsumerShare, producing: ProducerShare[S]
-) -> None:
-    """Pass an event about these ends to the one that it concerns.
-
-    Args:
-        kind: kind of source of their hand-offs.
-    """
-    match event:
-        case ProducerUp():
-            reading.producer_up(event)
-        case ProducerDown():
-            reading.producer_down(event)
-        case CompletedEvent():
-            reading.held(event)
-        case FailedEvent():
-            reading.lost(event)
-        case ReadsEndedEvent():
-            reading.reads_ended(event)
-        case OpenedEvent(source=source) if isinstance(source, kind):
-            producing.opened(event, source)
-        case GrantedEvent():
-            producing.granted(event)
-        case ClosedEvent():
-            producing.closed(event)
-
 
 SHARE = 8  # at most 1/SHARE of the pool is exported at once
 MAX_ASKED = 256  # opened and not granted. Further ones are rejected
@@ -112,7 +44,7 @@ class PrefixExports:
     Args:
         enabled: False: all consumers are rejected.
     Attributes:
-        exported: pages held for publication, by serial. Empty for rejected ones.
+        pages_in_use: held for publication, by serial. Empty for rejected ones.
         counts: results, named as in EngineStats.
     """
 
@@ -133,7 +65,7 @@ class PrefixExports:
         self._tables = tables
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
-        self.exported: dict[int, Ints] = {}
+        self.pages_in_use: dict[int, Ints] = {}
         # By serial: exported pages that nothing else on this node needs.
         self._at_a_loss: dict[int, int] = {}
         self.counts = dict.fromkeys(
@@ -159,12 +91,12 @@ class PrefixExports:
             return  # rejected or closed
         if not self._enabled:
             return self._refuse(event.serial, "this node does not export")
-        self.exported[event.serial] = _NONE  # until the producer has responded
+        self.pages_in_use[event.serial] = _NONE  # until the producer has responded
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self.exported:  # false if it was closed meanwhile
+            if event.serial in self.pages_in_use:  # false if it was closed meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)
@@ -189,12 +121,12 @@ class PrefixExports:
         if self._tiers is not None:
             self._tiers.used(tokens[:end], namespace)
         self._pages.hold(exported, PageHolder.PUBLICATION)
-        self.exported[serial] = exported
-        self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))
+        self.pages_in_use[serial] = exported
+        self._port.post(PublishCommand(serial, prefix, end, exported, last=True))
 
     def closed(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
-        exported = self.exported.pop(event.serial, _NONE)
+        exported = self.pages_in_use.pop(event.serial, _NONE)
         self._pages.drop(exported, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
         if event.completed or len(exported):
@@ -202,5 +134,5 @@ class PrefixExports:
 
     def _refuse(self, serial: int, reason: str) -> None:
         self.counts["prefix_loans/refused"] += 1
-        self.exported[serial] = _NONE  # until it is closed
+        self.pages_in_use[serial] = _NONE  # until it is closed
         self._port.post(FailCommand(serial, reason, retryable=False))

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables, num_pages_of
-from common.request import PrefixHint, Remaining
+from common.request import PrefixHint
 from common.requests.namespace import UNNAMED, Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
@@ -28,17 +27,12 @@ from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     CompletedEvent,
-    ConsumerCommands,
     FailedEvent,
-    GrantCommand,
-    OpenCommand,
-    ProducerDown,
-    ProducerRate,
     ProducerUp,
     ReadsEndedEvent,
 )
 from node.sharing.costs import PrefixReadCosts
-from node.sharing.exports import FIRST_PREFIX_NUMBER
+from node.sharing.reads import SharedReads
 
 LEAST_PAGES = 2  # minimum size of a fetch
 # Multiple of the expected time that a fetch may take, in addition to
@@ -77,40 +71,37 @@ class PrefixFetches:
     """The fetches of this node. Requests are named by their keys. Engine thread only.
 
     Attributes:
+        costs: measured costs of fetches.
         keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.
         fetched: prefixes that were fetched for requests.
-        reads: pages held until no bytes can land in them.
+        pages_in_use: held until no bytes can land in them.
         counts: results, named as in EngineStats.
     """
 
     def __init__(
         self,
         config: PrefixSharingConfig,
+        shared: SharedReads,
         *,
-        instance: int,
         page_bytes: int,
         cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        port: ConsumerCommands,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._enabled = config.enabled and cache.enabled
         self._fetch_s = config.fetch_timeout_s
-        self._instance = instance
         self._page_bytes = page_bytes
         self._cache = cache
         self._pages = pages
         self._tables = tables
-        self._port = port
-        self._costs = PrefixReadCosts(config.max_cost_ratio)
-        self._producers: dict[str, ProducerUp] = {}  # by address
-        self._next_number = FIRST_PREFIX_NUMBER
+        self._shared = shared
+        self.costs = PrefixReadCosts(config.max_cost_ratio)
         self.keys: set[int] = set()
         self.open: dict[HandoffId, _Fetch] = {}
-        self.reads: dict[HandoffId, Ints] = {}
+        self.pages_in_use: dict[HandoffId, Ints] = {}
         self.waits: dict[int, HandoffId] = {}
         self._over: dict[int, None] = {}  # keys to be returned by take_over
         self.fetched: dict[int, FetchedPrefix] = {}
@@ -119,21 +110,7 @@ class PrefixFetches:
 
     @property
     def busy(self) -> bool:
-        return bool(self.open or self.reads)
-
-    def producer_up(self, event: ProducerUp) -> None:
-        self._producers[event.address] = event
-
-    def producer_rate(self, event: ProducerRate) -> None:
-        producer = self._producers.get(event.address)
-        if producer is not None and producer.instance == event.instance:
-            self._producers[event.address] = replace(producer, gib_per_s=event.gib_per_s)
-
-    def producer_down(self, event: ProducerDown) -> None:
-        self._costs.forget(event.instance)
-        producer = self._producers.get(event.address)
-        if producer is not None and producer.instance == event.instance:
-            del self._producers[event.address]
+        return bool(self.open or self.pages_in_use)
 
     def start(
         self,
@@ -182,7 +159,7 @@ class PrefixFetches:
             token_ids: tokens known to have KV there.
             room: pages that may be used now.
         """
-        producer = self._producers.get(address)
+        producer = self._shared.producers.get(address)
         if not self._enabled or producer is None:
             return False
         own = self._cache.match(token_ids, namespace).num_tokens
@@ -226,7 +203,7 @@ class PrefixFetches:
             if end - own < LEAST_PAGES * self._tables.page_size:
                 continue
             much = True
-            producer = self._producers.get(hint.address)
+            producer = self._shared.producers.get(hint.address)
             if producer is not None:
                 ways.append(self._way(producer, own, end, token_s, now))
         if not ways:
@@ -234,7 +211,7 @@ class PrefixFetches:
             return None
         best = max(ways, key=lambda way: way.saved_s)
         num_fresh = best.num_tokens - own
-        if not self._costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
+        if not self.costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
             self.counts["prefix_fetches/too_expensive"] += 1
             return None
         return best
@@ -245,9 +222,7 @@ class PrefixFetches:
             fetch.producer.instance == producer.instance for fetch in self.open.values()
         )
         num_bytes = num_pages * self._page_bytes
-        read_s = self._costs.read_s(
-            producer.instance, num_bytes, producer.gib_per_s, num_reads, now
-        )
+        read_s = self.costs.read_s(producer.instance, num_bytes, producer.gib_per_s, num_reads, now)
         return _Way(producer, end, num_pages, read_s, (end - own) * token_s - read_s)
 
     def _wait(
@@ -293,23 +268,21 @@ class PrefixFetches:
     ) -> HandoffId | None:
         """Start a fetch. Returns None if pages are short."""
         num_pages = self._tables.room_pages(len(tokens), own)
-        fresh = self._cache.allocate(num_pages, PageHolder.READ) if num_pages <= room else None
-        if fresh is None:
+        if num_pages > room:
             return None
-        handoff_id = HandoffId(self._instance, self._next_number, 1)
-        self._next_number += 1
-        self.reads[handoff_id] = fresh
-        self.open[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
-        self._port.post(
-            OpenCommand(
-                handoff_id,
-                way.producer.instance,
-                UNNAMED,  # the namespace includes the weight version
-                Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
-                Prefix(tokens.tobytes(), namespace, ticket),
-            )
+        opened = self._shared.open(
+            way.producer,
+            Prefix(tokens.tobytes(), namespace, ticket),
+            UNNAMED,  # the namespace includes the weight version
+            self._fetch_s + TIMES_EXPECTED * way.read_s,
+            num_pages,
+            prefix_tokens=own,
         )
-        self._port.post(GrantCommand(handoff_id, own, fresh))
+        if opened is None:
+            return None
+        handoff_id, fresh = opened
+        self.pages_in_use[handoff_id] = fresh
+        self.open[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
         return handoff_id
 
     def held(self, event: CompletedEvent) -> None:
@@ -330,14 +303,14 @@ class PrefixFetches:
         self._ended(event.id, "failed")
 
     def reads_ended(self, event: ReadsEndedEvent) -> None:
-        self._pages.drop(self.reads.pop(event.id), PageHolder.READ)
+        self._pages.drop(self.pages_in_use.pop(event.id), PageHolder.READ)
 
     def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
         fetch = self.open.pop(handoff_id)
         self.counts[f"prefix_fetches/{outcome}"] += 1
         producer, now = fetch.producer, self._clock()
         num_bytes = len(fetch.fresh) * self._page_bytes
-        self._costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
+        self.costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:
             del self.waits[key]
         self._over |= dict.fromkeys(fetch.waiting)

@@ -4,21 +4,19 @@ invalidation of corrupt prefixes.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Protocol
 
 from common.config import PrefixSharingConfig
-from common.page_tables import PageTables
 from common.queueing import QueueEntry, QueueEstimator
 from common.request import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.kv_cache.pages import PageAllocator
+from engine.core import EngineCore
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.slot_owners import CorruptPrefix
-from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Source, Weights
+from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Weights
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -36,13 +34,9 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
-from node.sharing.exports import (
-    FIRST_PREFIX_NUMBER,
-    FIRST_WEIGHTS_NUMBER,
-    PrefixExports,
-    pass_on,
-)
+from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
+from node.sharing.reads import FIRST_PREFIX_NUMBER, FIRST_WEIGHTS_NUMBER, SharedReads
 
 MAX_INVALIDATIONS = 32
 INVALIDATION_INTERVAL_S = 1.0
@@ -142,22 +136,53 @@ class PrefixSources:
         self._computing.leave(key)
 
 
+class SharedReader(Protocol):
+    """The reading end of hand-offs that serve no request. They are named by their ids.
+
+    Attributes:
+        pages_in_use: held until no bytes can land in them.
+    """
+
+    pages_in_use: dict[HandoffId, Ints]
+
+    def held(self, event: CompletedEvent) -> None: ...
+
+    def lost(self, event: FailedEvent) -> None: ...
+
+    def reads_ended(self, event: ReadsEndedEvent) -> None: ...
+
+
+class SharedExporter(Protocol):
+    """The exporting end of such hand-offs. They are named by their serials.
+
+    Attributes:
+        pages_in_use: held for publication.
+    """
+
+    pages_in_use: dict[int, Ints]
+
+    def granted(self, event: GrantedEvent) -> None: ...
+
+    def closed(self, event: ClosedEvent) -> None: ...
+
+
+class WeightExporter(SharedExporter, Protocol):
+    def opened(self, event: OpenedEvent, source: Weights) -> None: ...
+
+
 class SharedWeights(Protocol):
-    """The weights that nodes share. WeightSharing documents the members."""
+    """The weights that nodes share. WeightSharing documents the members. Simulated nodes have none,
+    and need no torch.
+    """
 
     @property
-    def port(self) -> TransferPort: ...
+    def exports(self) -> WeightExporter: ...
 
     @property
-    def due(self) -> bool: ...
+    def reads(self) -> SharedReader: ...
 
     @property
-    def exported(self) -> Mapping[int, Ints]: ...
-
-    @property
-    def reads(self) -> Mapping[HandoffId, Ints]: ...
-
-    def handle(self, event: NodeEvent) -> None: ...
+    def busy(self) -> bool: ...
 
     def poll(self) -> None: ...
 
@@ -167,41 +192,43 @@ class PrefixSharing:
     thread only.
 
     Args:
-        weights: weight sharing, which uses the same pages and port.
+        weights: weight sharing, which uses the same pages, port and `shared`, or None.
+    Attributes:
+        shared: updated with the events that are handled.
     """
 
     def __init__(
         self,
         config: PrefixSharingConfig,
+        shared: SharedReads,
+        port: TransferPort,
         *,
-        instance: int,
+        core: EngineCore,
         page_bytes: int,
-        cache: PrefixCache,
-        pages: PageAllocator,
-        tiers: CacheTiers | None,
-        tables: PageTables,
-        weights: SharedWeights,
+        weights: SharedWeights | None,
     ) -> None:
-        self._tiers = tiers
+        cache, pages, tables = core.cache, core.pages, core.shape.tables
+        self.shared = shared
+        self._port = port
+        self._tiers = core.tiers
         self._weights = weights
-        self._producing: dict[int, type[Source]] = {}  # open hand-offs of this producer, by serial
-        port = weights.port
+        # Open hand-offs of this producer, by serial. None: refused.
+        self._exporters: dict[int, SharedExporter | None] = {}
         self.exports = PrefixExports(
             enabled=config.enabled,
             cache=cache,
             pages=pages,
-            tiers=tiers,
+            tiers=core.tiers,
             tables=tables,
             port=port,
         )
         self.fetches = PrefixFetches(
             config,
-            instance=instance,
+            shared,
             page_bytes=page_bytes,
             cache=cache,
             pages=pages,
             tables=tables,
-            port=port,
         )
         self.sources = PrefixSources()
         self.corrupt_prefixes = CorruptPrefixes(cache, port)
@@ -210,8 +237,8 @@ class PrefixSharing:
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
         tiers = self._tiers is not None and self._tiers.busy
-        weights = self._weights.due or self._weights.exported or self._weights.reads
-        return bool(tiers or weights or self._producing or self.fetches.open or self.fetches.reads)
+        weights = self._weights is not None and self._weights.busy
+        return bool(tiers or weights or self._exporters or self.fetches.busy)
 
     def poll(self) -> None:
         """Finish loads from offload tiers and saves to them, and continue copies of weights. Called
@@ -219,16 +246,18 @@ class PrefixSharing:
         """
         if self._tiers is not None:
             self._tiers.poll()
-        if self._weights.due:
+        if self._weights is not None and self._weights.busy:
             self._weights.poll()
 
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return chain(self.exports.exported.values(), self._weights.exported.values())
+        weights = {} if self._weights is None else self._weights.exports.pages_in_use
+        return chain(self.exports.pages_in_use.values(), weights.values())
 
     def reads(self) -> Iterator[Ints]:
         """Return the pages held for reads."""
-        return chain(self.fetches.reads.values(), self._weights.reads.values())
+        weights = {} if self._weights is None else self._weights.reads.pages_in_use
+        return chain(self.fetches.pages_in_use.values(), weights.values())
 
     def counters(self) -> dict[str, int]:
         own = {**self.sources.counts, **self.corrupt_prefixes.counts}
@@ -279,42 +308,63 @@ class PrefixSharing:
         self.sources.ended(key)
 
     def handle(self, event: NodeEvent) -> bool:
-        """Handle an event of the transfer thread about a prefix or weights. Returns False if other
-        parts must handle it too.
+        """Handle an event of the transfer thread about a producer, a prefix or weights. Returns
+        False if other parts must handle it too.
         """
         match event:
-            case OpenedEvent(serial=serial, source=source):
-                if isinstance(source, Prompt | Live):
-                    return False
-                self._producing[serial] = type(source)
-                if isinstance(source, Embeddings):
-                    reason = "this is not an encode node"
-                    self._weights.port.post(FailCommand(serial, reason, retryable=False))
-                return self._pass_on(event, type(source))
-            case GrantedEvent(serial=serial):
-                return self._pass_on(event, self._producing.get(serial))
-            case ClosedEvent(serial=serial):
-                return self._pass_on(event, self._producing.pop(serial, None))
+            case OpenedEvent():
+                return self._opened(event)
+            case GrantedEvent(serial=serial) if serial in self._exporters:
+                if (exporter := self._exporters[serial]) is not None:
+                    exporter.granted(event)
+                return True
+            case ClosedEvent(serial=serial) if serial in self._exporters:
+                if (exporter := self._exporters.pop(serial)) is not None:
+                    exporter.closed(event)
+                return True
             case CompletedEvent(id=id) | FailedEvent(id=id) | ReadsEndedEvent(id=id):
-                if id.request < FIRST_WEIGHTS_NUMBER:
-                    return False
-                return self._pass_on(
-                    event, Prefix if id.request >= FIRST_PREFIX_NUMBER else Weights
-                )
-            case ProducerUp() | ProducerDown():
-                self._pass_on(event, Weights)
-                self._pass_on(event, Prefix)
-            case ProducerRate():
-                self.fetches.producer_rate(event)
+                return self._read(event, id.request)
+            case ProducerUp() | ProducerRate():
+                self.shared.note(event)
+            case ProducerDown():
+                self.fetches.costs.forget(event.instance)
+                return not self.shared.note(event)
             case InvalidateEvent():
                 self.corrupt_prefixes.asked(event)
                 return True
         return False
 
-    def _pass_on(self, event: NodeEvent, kind: "type[Source] | None") -> bool:
-        """Pass an event about a source of this kind to its ends. Returns False without a kind."""
-        if kind is Weights:
-            self._weights.handle(event)
-        elif kind is Prefix:
-            pass_on(event, Prefix, self.fetches, self.exports)
-        return kind is not None
+    def _opened(self, event: OpenedEvent) -> bool:
+        match event.source:
+            case Prompt() | Live():
+                return False
+            case Prefix() as prefix:
+                self._exporters[event.serial] = self.exports
+                self.exports.opened(event, prefix)
+            case Weights() as pieces if self._weights is not None:
+                self._exporters[event.serial] = self._weights.exports
+                self._weights.exports.opened(event, pieces)
+            case Embeddings() | Weights():
+                self._exporters[event.serial] = None
+                encodes = isinstance(event.source, Embeddings)
+                reason = "this is not an encode node" if encodes else "this node shares no weights"
+                self._port.post(FailCommand(event.serial, reason, retryable=False))
+        return True
+
+    def _read(self, event: CompletedEvent | FailedEvent | ReadsEndedEvent, number: int) -> bool:
+        """Handle an event about the read with this number, if it is one of these."""
+        reader: SharedReader
+        if number >= FIRST_PREFIX_NUMBER:
+            reader = self.fetches
+        elif number >= FIRST_WEIGHTS_NUMBER and self._weights is not None:
+            reader = self._weights.reads
+        else:
+            return False
+        match event:
+            case CompletedEvent():
+                reader.held(event)
+            case FailedEvent():
+                reader.lost(event)
+            case ReadsEndedEvent():
+                reader.reads_ended(event)
+        return True

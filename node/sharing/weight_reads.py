@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, FailedPrecondition, Overloaded, ServingError
-from common.request import Remaining
 from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
@@ -30,13 +28,11 @@ from kvtransfer.ports import (
     CompletedEvent,
     ConsumerCommands,
     FailedEvent,
-    GrantCommand,
-    OpenCommand,
-    ProducerDown,
     ProducerUp,
     ReadsEndedEvent,
 )
-from node.sharing.exports import FIRST_WEIGHTS_NUMBER, SHARE
+from node.sharing.exports import SHARE
+from node.sharing.reads import SharedReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +206,8 @@ class WeightReads:
     """The reads of another node's weights. Engine thread only.
 
     Attributes:
-        pages: pages of windows, held until no bytes land in them and no copy reads them.
+        pages_in_use: pages of windows, held until no bytes land in them and no copy reads them.
     Args:
-        cache: prefix cache over `pages`.
         pool: memory of `pages`, uint8 [num_pages, page_bytes].
         gauges: report of the node, which gets the totals of all reads.
         notify: called by another thread when `poll` is due.
@@ -221,28 +216,24 @@ class WeightReads:
     def __init__(
         self,
         weights: WeightUpdater,
+        shared: SharedReads,
         *,
         gauges: dict[str, float],
-        instance: int,
-        cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
         port: ConsumerCommands,
         notify: Callable[[], None],
     ) -> None:
         self._weights = weights
-        self._instance = instance
-        self._cache = cache
+        self._shared = shared
         self._pages = pages
         most = min(WINDOW_PAGES, WINDOW_BYTES // pool.shape[1], pages.num_pages // SHARE)
         self._window_pages = max(most, 1)
         self._port = port
         self._copies = WeightCopies(pool, notify)
-        self._producers: dict[str, ProducerUp] = {}  # by address
-        self._next_number = FIRST_WEIGHTS_NUMBER
         self._taking: _Taking | None = None
         self._reads: dict[HandoffId, _Read] = {}
-        self.pages: dict[HandoffId, Ints] = {}
+        self.pages_in_use: dict[HandoffId, Ints] = {}
         self._gauges = gauges
         names = ("bytes/read", "read_seconds", "reads/completed", "reads/failed")
         self._gauges |= {f"total_weight_{name}": 0.0 for name in names}
@@ -268,14 +259,6 @@ class WeightReads:
             self._taking = taking
         return future
 
-    def producer_up(self, event: ProducerUp) -> None:
-        self._producers[event.address] = event
-
-    def producer_down(self, event: ProducerDown) -> None:
-        producer = self._producers.get(event.address)
-        if producer is not None and producer.instance == event.instance:
-            del self._producers[event.address]
-
     def held(self, event: CompletedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
         if taking is None:
@@ -294,7 +277,7 @@ class WeightReads:
         taking.moved_at = time.monotonic()
         num_bytes = event.num_tokens * taking.pieces.piece_bytes
         self._gauges["total_weight_bytes/read"] += num_bytes
-        pages = self.pages[event.id][: event.num_tokens]
+        pages = self.pages_in_use[event.id][: event.num_tokens]
         read.copying = self._copies.copy(taking.file, first, pages, taking.pieces, taking.address)
 
     def lost(self, event: FailedEvent) -> None:
@@ -318,7 +301,7 @@ class WeightReads:
                 if self._taking is not None:
                     self._copied(self._taking, read.copying)
             if read.over and not read.lands:
-                self._pages.drop(self.pages.pop(handoff_id), PageHolder.READ)
+                self._pages.drop(self.pages_in_use.pop(handoff_id), PageHolder.READ)
                 del self._reads[handoff_id]
         if self._taking is not None:
             self._continue(self._taking)
@@ -345,7 +328,7 @@ class WeightReads:
             if taking.preparing.done():
                 self._prepared(taking, taking.preparing)
         elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
-            paired = taking.address in self._producers
+            paired = taking.address in self._shared.producers
             reason = "it sends no weights" if paired else "it does not pair with this node"
             self._end(
                 taking,
@@ -353,8 +336,8 @@ class WeightReads:
             )
         elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
-        elif taking.address in self._producers:
-            self._ask(taking, self._producers[taking.address], now)
+        elif taking.address in self._shared.producers:
+            self._ask(taking, self._shared.producers[taking.address], now)
 
     def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
         """Request windows up to the limit. The windows after the header wait for it to arrive."""
@@ -364,23 +347,13 @@ class WeightReads:
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
             num_pages = window.past - window.first
-            pages = self._cache.allocate(num_pages, PageHolder.READ)
-            if pages is None:
+            source = Weights(window.first, num_pages, pieces.piece_bytes)
+            opened = self._shared.open(producer, source, taking.weights, WINDOW_S, num_pages)
+            if opened is None:
                 pieces.not_asked(window)
                 return
-            handoff_id = HandoffId(self._instance, self._next_number, 1)
-            self._next_number += 1
-            self._reads[handoff_id], self.pages[handoff_id] = _Read(window), pages
-            self._port.post(
-                OpenCommand(
-                    handoff_id,
-                    producer.instance,
-                    taking.weights,
-                    Remaining(WINDOW_S),
-                    Weights(window.first, num_pages, pieces.piece_bytes),
-                )
-            )
-            self._port.post(GrantCommand(handoff_id, 0, pages))
+            handoff_id, pages = opened
+            self._reads[handoff_id], self.pages_in_use[handoff_id] = _Read(window), pages
 
     def _prepare(self, taking: _Taking) -> None:
         try:

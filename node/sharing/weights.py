@@ -18,13 +18,13 @@ from kvtransfer.ports import (
     ClosedEvent,
     FailCommand,
     GrantedEvent,
-    NodeEvent,
     OpenedEvent,
     ProducerCommands,
     PublishCommand,
     TransferPort,
 )
-from node.sharing.exports import SHARE, pass_on
+from node.sharing.exports import SHARE
+from node.sharing.reads import SharedReads
 from node.sharing.weight_reads import WeightReads
 
 MAX_PIECES_ASKED = 64  # opened and not granted. Further ones are rejected
@@ -47,7 +47,7 @@ class WeightExports:
         gauges: report of the node, which gets the number of bytes that other nodes have read.
         notify: called by another thread when `poll` is due.
     Attributes:
-        pages: pages held for publication, by serial.
+        pages_in_use: pages held for publication, by serial.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WeightExports:
         self._worker = ThreadPoolExecutor(1, "weight exports")
         self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
         self._exports: dict[int, _WeightExport] = {}
-        self.pages: dict[int, Ints] = {}
+        self.pages_in_use: dict[int, Ints] = {}
         self._gauges = gauges
         self._gauges["total_weight_bytes/sent"] = 0.0
 
@@ -90,7 +90,7 @@ class WeightExports:
         if not 0 < piece_bytes <= page_bytes:
             reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"
             return self._refuse(serial, reason, retryable=False)
-        exported = sum(map(len, self.pages.values()))
+        exported = sum(map(len, self.pages_in_use.values()))
         num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - exported)
         pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
@@ -98,7 +98,7 @@ class WeightExports:
         start = source.first_piece * piece_bytes
         filling = self._worker.submit(self._fill, start, piece_bytes, pages)
         self._exports[serial] = _WeightExport(piece_bytes, filling)
-        self.pages[serial] = pages
+        self.pages_in_use[serial] = pages
         filling.add_done_callback(lambda _: self._notify())
 
     def closed(self, event: ClosedEvent) -> None:
@@ -113,7 +113,7 @@ class WeightExports:
         """Publish filled pages, and release pages that have been read."""
         for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
             if export.closed:
-                self._pages.drop(self.pages.pop(serial), PageHolder.PUBLICATION)
+                self._pages.drop(self.pages_in_use.pop(serial), PageHolder.PUBLICATION)
                 del self._exports[serial]
             elif not export.reported:
                 export.reported = True
@@ -128,8 +128,8 @@ class WeightExports:
             self._port.post(FailCommand(serial, str(error), retryable=False))
             return
         num_pages = export.filling.result()
-        pages = self.pages[serial][:num_pages]
-        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
+        pages = self.pages_in_use[serial][:num_pages]
+        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True))
 
     def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
         self._port.post(FailCommand(serial, reason, retryable))
@@ -157,11 +157,9 @@ class WeightExports:
 
 
 class WeightSharing:
-    """The weight sharing of a node. Engine thread only.
+    """The weight sharing of a node: its exports and its reads. Engine thread only.
 
     Attributes:
-        due: whether `poll` must be called.
-        exported, reads: pages held for publication and for reads.
         gauges: totals, named as in EngineStats.
     Args:
         pool: memory of `pages`.
@@ -171,51 +169,36 @@ class WeightSharing:
     def __init__(
         self,
         weights: WeightUpdater,
+        shared: SharedReads,
         *,
-        instance: int,
         cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
         port: TransferPort,
         notify: Callable[[], None],
     ) -> None:
-        self.port = port
-        self.due = False
-
-        def done() -> None:
-            self.due = True
-            notify()
-
         self.gauges: dict[str, float] = {}
-        self._exports = WeightExports(weights, cache, pages, pool, port, self.gauges, done)
-        self._reads = WeightReads(
+        self.exports = WeightExports(weights, cache, pages, pool, port, self.gauges, notify)
+        self.reads = WeightReads(
             weights,
+            shared,
             gauges=self.gauges,
-            instance=instance,
-            cache=cache,
             pages=pages,
             pool=pool,
             port=port,
-            notify=done,
+            notify=notify,
         )
-        self.exported, self.reads = self._exports.pages, self._reads.pages
 
-    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        self.due = True
-        return self._reads.read(weights, address)
+    @property
+    def busy(self) -> bool:
+        return bool(self.exports.pages_in_use or self.reads.busy)
 
     def poll(self) -> None:
-        """Make progress on both ends. Called in each turn of the engine loop with `due` set."""
-        self.due = False  # before the polls, because another thread may set it meanwhile
-        self._exports.poll()
-        self._reads.poll()
-        self.due |= self._reads.busy  # reads have deadlines
-
-    def handle(self, event: NodeEvent) -> None:
-        self.due = True
-        pass_on(event, Weights, self._reads, self._exports)
+        """Make progress on both ends. Called in each turn of the engine loop while `busy`."""
+        self.exports.poll()
+        self.reads.poll()
 
     def close(self) -> None:
         """Stop both ends. Nothing new is started."""
-        self._exports.close()
-        self._reads.close()
+        self.exports.close()
+        self.reads.close()

@@ -230,7 +230,7 @@ class SimLink:
         if self._jobs.timer is not None:
             self._jobs.timer.cancel()
         unfinished = tuple(job.handoff for job in self._jobs.waiting)
-        self._loop.call_soon(self._notify, LinkClosed(self, reason, unfinished))
+        self._loop.call_soon(self._notify, LinkClosed(reason, unfinished))
 
     @property
     def _wire(self) -> Wire:
@@ -257,7 +257,7 @@ class SimLink:
             self.close(str(error))
             return
         path, rate = _METRIC_PATHS[self._port.path], self._port.gib_per_s
-        self._notify(LinkUp(self, path, rate, (LinkMember(0, 0, path, rate),)))
+        self._notify(LinkUp(path, rate, (LinkMember(0, 0, path, rate),)))
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -286,5 +286,5 @@ class SimLink:
             self._jobs.waiting.popleft()
             num_pages = len(job.pages.source)
             num_bytes, seconds = num_pages * self._port.page_bytes, job.end - job.begin
-            self._notify(ReadEnded(self, job.handoff, num_bytes, num_pages, seconds, ""))
+            self._notify(ReadEnded(job.handoff, num_bytes, num_pages, seconds, ""))
         self._set_timer()

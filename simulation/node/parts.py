@@ -15,10 +15,9 @@ from common.errors import (
     InvalidRequest,
 )
 from common.requests.images import Image
-from common.requests.namespace import UNNAMED, AdapterId, WeightsId
+from common.requests.namespace import UNNAMED, AdapterId
 from common.requests.pooling import PoolingParams
 from common.requests.sampling import GuidedDecoding, SamplingParams
-from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
@@ -26,8 +25,6 @@ from engine.core import CoreShape, EngineCore
 from engine.grammar.matching import CompiledGuide, Match
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative import HeadDrafter, Speculator
-from kvtransfer.messages import HandoffId
-from kvtransfer.ports import NodeEvent, TransferPort
 from node.control.commands import CommandSteps, ControlledRole, Pauses
 from node.messages import Command, ContinueGeneration, PauseGeneration
 from simulation.cost import StepCost
@@ -97,18 +94,11 @@ class NoGrammars:
         raise EngineFault("a grammar was compiled by a simulated node")
 
 
-@dataclass(slots=True)
-class SimWeights:
-    """The weights of simulated nodes, which have no name."""
-
-    id: WeightsId = UNNAMED
-
-
 class SimOperations:
     """Operators' commands that simulated nodes support: pauses."""
 
     def __init__(self) -> None:
-        self.weights = SimWeights()
+        self.weights_in_use = UNNAMED
         self.gauges: dict[str, float] = {}
         self._pauses = Pauses(self.gauges)
 
@@ -120,23 +110,6 @@ class SimOperations:
                 yield from self._pauses.resume(role)
             case _:
                 raise FailedPrecondition(f"{type(command).__name__} {_NOT_SIMULATED}")
-
-
-class UnsharedWeights:
-    """The transfer's interface without the weights that real nodes share."""
-
-    due = False
-
-    def __init__(self, port: TransferPort) -> None:
-        self.port = port
-        self.exported: Mapping[int, Ints] = {}
-        self.reads: Mapping[HandoffId, Ints] = {}
-
-    def handle(self, event: NodeEvent) -> None:
-        """Do nothing: simulated nodes read no weights."""
-
-    def poll(self) -> None:
-        """Do nothing: no weights are copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

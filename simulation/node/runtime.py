@@ -15,9 +15,10 @@ from engine.kv_cache.kv_events import CacheEvents
 from engine.loop.loop import EventLoop
 from engine.loop.step_clock import Lateness, StepClock
 from engine.offload.cache_tiers import tier_gauges
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.frontend_messages import PairInput
-from kvtransfer.pairing import PairHello, PoolRegion
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import NodeCommand, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
@@ -26,8 +27,9 @@ from node.control.engine_control import CacheReports, EngineControl, FrontendCha
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import SharedReads
 from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers, WireTo
-from simulation.node.parts import SimOperations, SimParts, UnsharedWeights
+from simulation.node.parts import SimOperations, SimParts
 from simulation.node.tokenizer import tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -46,12 +48,12 @@ class TransferDriver:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transfer: Transfer[NodeCommand, NodeEvent]
+        self._transfer: Transfer[NodeCommand]
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._is_next = False  # the next turn is scheduled
         self._ended = False
 
-    def start(self, transfer: Transfer[NodeCommand, NodeEvent]) -> None:
+    def start(self, transfer: Transfer[NodeCommand]) -> None:
         self._transfer = transfer
         transfer.open()
         self._loop.add_reader(transfer.fileno(), self.wake)
@@ -105,7 +107,7 @@ class SimRuntime:
     sharing: PrefixSharing
     config: NodeConfig
     clock: StepClock
-    transfer: Transfer[NodeCommand, NodeEvent]
+    transfer: Transfer[NodeCommand]
     driver: TransferDriver
 
     @classmethod
@@ -122,7 +124,7 @@ class SimRuntime:
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
         reads, driver, tiers = ReadMetrics(), TransferDriver(), parts.core.tiers
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
-        transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
+        transfer: Transfer[NodeCommand] = Transfer(
             frames,
             _sides(parts, start, config, reads, wire_to),
             wake=driver.wake,
@@ -133,6 +135,7 @@ class SimRuntime:
         gauges: tuple[Gauges, ...] = ()
         if tiers is not None:
             gauges = (Gauges(partial(tier_gauges, tiers, parts.page_bytes)),)
+        shared = SharedReads(start.instance, parts.core.cache, transfer)
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
@@ -146,17 +149,16 @@ class SimRuntime:
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
+            links=shared.producers,
             prepare=_prepare,
         )
         sharing = PrefixSharing(
             config.prefix_sharing,
-            instance=start.instance,
+            shared,
+            transfer,
+            core=parts.core,
             page_bytes=parts.page_bytes,
-            cache=parts.core.cache,
-            pages=parts.core.pages,
-            tiers=tiers,
-            tables=parts.core.shape.tables,
-            weights=UnsharedWeights(transfer),
+            weights=None,
         )
         return cls(start.instance, channel, control, sharing, config, clock, transfer, driver)
 
@@ -201,7 +203,7 @@ def _prepare(role: str) -> None:
 
 def _sides(
     parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics, wire_to: WireTo
-) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
+) -> Callable[[EventOutlet, Callable[[], None]], TransferSides]:
     pool, num_pages = parts.pool.pages, parts.core.limits.num_pages
     region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
     state_pages = parts.core.shape.tables.state_pages

@@ -22,7 +22,8 @@ from kernels import device
 from kernels.attention import paged
 from kernels.backends import chosen
 from kernels.linear_attention.delta_rule import delta_rule_reference
-from kvtransfer.pairing import PairHello, PoolRegion, compare
+from kvtransfer.backends.base import PoolRegion
+from kvtransfer.pairing import PairHello, compare
 from tests.support import interpreter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU, operators_here, use

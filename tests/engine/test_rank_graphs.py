@@ -92,7 +92,7 @@ def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     meeting = Meeting(2)
     shares = [Share(rank, 2, ThreadGroup(rank, meeting)) for rank in range(2)]
     models = [servable.load(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
-    graphs = Repeating(), Repeating()
+    graphs = RepeatRecorder(), RepeatRecorder()
     steps = Steps(models[0], share=shares[0], recorder=graphs[0])
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ring = StepRing(ring_memory(BLOCK_BYTES), BLOCK_BYTES)

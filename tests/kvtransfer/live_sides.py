@@ -30,7 +30,7 @@ from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
 from engine.scheduler.slot_owners import PausedRequest
-from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, Source
+from kvtransfer.messages import CancelHandoff, HandoffId, Live, Prefix, SampledOutput, Source
 from kvtransfer.ports import (
     ClosedEvent,
     FailedEvent,
@@ -260,7 +260,7 @@ class Beneath:
     def by_ticket(self, ticket: int) -> Running | None:
         return self.requests.get(ticket)
 
-    def moved_away(self, *, completed: bool) -> None:
+    def count(self, name: str, number: int = 1) -> None:
         pass
 
     def post(self, command: Any) -> None:
@@ -325,7 +325,7 @@ class SourceSide(SimulatedProducer):
             for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.pages_in_use.items()]
         loans = tuple(self.loans._asked), tuple(lent), self.beneath.learnt
         held = refused, tuple(self.beneath.lent)
         return (super().key(), tuple(books), tuple(requests), held, loans)
@@ -375,13 +375,13 @@ class SourceSide(SimulatedProducer):
     def at_rest(self) -> bool:
         leaving = self.departures.in_progress or self.departures._refused
         held = self.beneath.lent or self.beneath.requests or leaving
-        held = held or self.loans._asked or self.loans.exported
+        held = held or self.loans._asked or self.loans.pages_in_use
         return not (self._end.num_open or self.exposed or held)
 
     def react(self, given: Input) -> list[Output]:
         # Only the engine remembers serials of migrations, exports and refusals.
         known = self.departures.in_progress.keys() | self.departures._refused
-        known |= self.loans._asked.keys() | self.loans.exported.keys()
+        known |= self.loans._asked.keys() | self.loans.pages_in_use.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -423,7 +423,7 @@ class SourceSide(SimulatedProducer):
         return self._turn()
 
     def _take(self, event: Any) -> list[Output]:
-        of_loans = event.serial in self.loans._asked or event.serial in self.loans.exported
+        of_loans = event.serial in self.loans._asked or event.serial in self.loans.pages_in_use
         of_loans |= isinstance(event, OpenedEvent) and isinstance(event.source, Prefix)
         producer = self.loans if of_loans else self.departures
         match event:
@@ -574,7 +574,7 @@ class TargetSide(SimulatedConsumer):
 
     def _take(self, event: Any) -> None:
         match event:
-            case FirstTokenEvent(id, token, token_ids=token_ids):
+            case FirstTokenEvent(id, SampledOutput(token, token_ids)):
                 r = self._current(id)
                 if r is not None:
                     known = self.live.known - 1

@@ -32,6 +32,7 @@ from kvtransfer.ports import (
 )
 from node.sharing.exports import SHARE, PrefixExports
 from node.sharing.fetches import PrefixFetches
+from node.sharing.reads import SharedReads
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     ENDED,
@@ -250,7 +251,7 @@ class ExporterSide(SimulatedProducer):
 
     def key(self) -> Hashable:
         asked = [(n, each.namespace, len(each.token_ids)) for n, each in self.loans._asked.items()]
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.exported.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans.pages_in_use.items()]
         books = tuple(sorted(asked)), tuple(sorted(lent))
         return super().key(), self.memory.key(), books
 
@@ -262,7 +263,7 @@ class ExporterSide(SimulatedProducer):
 
     def at_rest(self) -> bool:
         lent = self.memory.pages.holds(PageHolder.PUBLICATION).any()
-        lent = lent or self.loans._asked or self.loans.exported
+        lent = lent or self.loans._asked or self.loans.pages_in_use
         return not (self._end.num_open or self.exposed or lent)
 
     def contents(self, pages: Any) -> tuple[Any, ...]:
@@ -270,7 +271,7 @@ class ExporterSide(SimulatedProducer):
 
     def react(self, given: Input) -> list[Output]:
         # Serials that exports use are not used again.
-        known = [*self.loans._asked, *self.loans.exported]
+        known = [*self.loans._asked, *self.loans.pages_in_use]
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}
@@ -319,14 +320,14 @@ class FetcherSide(SimulatedConsumer):
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
+        self.shared = SharedReads(instance, self.memory.cache, self.port)
         self.fetches = PrefixFetches(
             PrefixSharingConfig(),
-            instance=instance,
+            self.shared,
             page_bytes=1,
             cache=self.memory.cache,
             pages=self.memory.pages,
             tables=plan.tables,
-            port=self.port,
             clock=lambda: 0.0,
         )
         self.cells = self.memory.cells
@@ -337,8 +338,8 @@ class FetcherSide(SimulatedConsumer):
         """
         twin = super().fork()
         assert isinstance(twin, FetcherSide)
-        mine = (self.memory, self.port, self.fetches)
-        twin.memory, twin.port, twin.fetches = copy.deepcopy(mine, copied)
+        mine = (self.memory, self.port, self.shared, self.fetches)
+        twin.memory, twin.port, twin.shared, twin.fetches = copy.deepcopy(mine, copied)
         twin.cells = twin.memory.cells
         return twin
 
@@ -350,7 +351,7 @@ class FetcherSide(SimulatedConsumer):
         )
         over = tuple(fetches._over)
         # Other nodes and the wires may still know an id that was used here.
-        return super().key(), self.memory.key(), under_way, over, fetches._next_number
+        return super().key(), self.memory.key(), under_way, over, self.shared._next_number[Prefix]
 
     def moves(self) -> list[Input]:
         jobs = enumerate(self.jobs)
@@ -382,7 +383,7 @@ class FetcherSide(SimulatedConsumer):
                 outputs = super().react(given)
         for r in self.fetches.take_over():
             self.jobs[r] = ENDED  # computed here, behind the tree's prefix
-        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.reads.items()}
+        self.reads = {id: tuple(pages.tolist()) for id, pages in self.fetches.pages_in_use.items()}
         self.memory.check(self.sharing_plan.namespaces)
         return outputs
 
@@ -412,10 +413,11 @@ class FetcherSide(SimulatedConsumer):
         match event:
             case ProducerUp():
                 self.producers[event.instance] = event.address
-                self.fetches.producer_up(event)
+                self.shared.note(event)
             case ProducerDown():
                 self.producers.pop(event.instance, None)
-                self.fetches.producer_down(event)
+                self.fetches.costs.forget(event.instance)
+                self.shared.note(event)
             case CompletedEvent():
                 self.fetches.held(event)
             case FailedEvent():

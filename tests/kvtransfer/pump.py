@@ -9,22 +9,21 @@ from collections import deque
 from collections.abc import Callable
 
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
+from common.process.wakeup import WakeUp
 from kvtransfer.frontend_messages import (
+    EndStream,
     EngineHeartbeat,
     LocalHello,
     PairClosed,
-    PairEnd,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
-    PairSend,
-    PeerHello,
+    SendMessage,
 )
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
-from kvtransfer.transfer.thread import WakeUp
 
 WAIT_S = 60.0
 
@@ -44,7 +43,7 @@ class Pump:
         self._streams = 0
         self._stopped = False
         self.open: set[int] = set()
-        self.ended: dict[int, PairEnd] = {}  # by stream: the reason why an end has closed it
+        self.ended: dict[int, EndStream] = {}  # by stream: the reason why an end has closed it
         self.sent: list[AnyMessage] = []  # all messages, in both directions
         self.beats = {True: 0, False: 0}  # of engines, by whether it is the consumer's
         self.late_s = {True: 0.0, False: 0.0}  # in the last heartbeat of each
@@ -133,11 +132,11 @@ class Pump:
         match message:
             case LocalHello(hello):
                 self._consumer_hello = hello
-            case PeerHello(stream, hello) if stream in self.open:
+            case SendMessage(stream, PairHello() as hello) if stream in self.open:
                 answer = _through_protobuf(hello, as_consumer=False)
                 assert isinstance(answer, PairHello)
                 self._sockets[True].send(PairOpened(stream, answer, as_consumer=True))
-            case PairSend(stream, said) if stream in self.open:
+            case SendMessage(stream, said) if stream in self.open:
                 heard = _through_protobuf(said, as_consumer=as_consumer)
                 assert not isinstance(heard, PairHello)
                 self.sent.append(heard)
@@ -145,7 +144,7 @@ class Pump:
             case EngineHeartbeat(late_s=late_s):
                 self.beats[as_consumer] += 1
                 self.late_s[as_consumer] = late_s
-            case PairEnd(stream, reason):
+            case EndStream(stream, reason):
                 self.ended[stream] = message
                 self._close(stream, reason)
 

@@ -20,7 +20,8 @@ from common.page_tables import PageTables
 from common.request import Remaining
 from common.requests.sampling import SamplingParams
 from kvtransfer import messages
-from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId
+from kvtransfer.frontend_messages import EndStream, SendMessage
+from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, SampledOutput
 from kvtransfer.ports import (
     AdmittedCommand,
     ClosedEvent,
@@ -40,11 +41,9 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.actions import (
     CloseLink,
-    EndStream,
     ExpectPages,
     ExposePages,
     OpenLink,
-    SendMessage,
     StartRead,
     WithdrawPages,
 )
@@ -216,8 +215,8 @@ ENDED = Job("ended", 0, 0, 0, 0, ())
 def _timeless(event: Any) -> Any:
     """Return an event without times, so that states that behave alike are equal."""
     match event:
-        case FirstTokenEvent(id, token, token_ids=token_ids):
-            return FirstTokenEvent(id, token, token_ids=token_ids)
+        case FirstTokenEvent(id, output):
+            return FirstTokenEvent(id, SampledOutput(output.token, output.token_ids))
         case CompletedEvent(id, num_tokens=num_tokens):
             return CompletedEvent(id, num_tokens=num_tokens)
     return event
@@ -437,9 +436,8 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 if r is not None:
                     job = self.jobs[r]
                     require(job.state == "granted", "I4: a token of an attempt without a grant")
-                    require(
-                        event.token == job.delivered, f"I4: token {event.token} is not the next"
-                    )
+                    token = event.output.token
+                    require(token == job.delivered, f"I4: token {token} is not the next")
                     self.jobs[r] = job._replace(
                         emitted=job.emitted + 1, delivered=job.delivered + 1
                     )
@@ -722,7 +720,6 @@ class SimulatedProducer(Side[ProducerEnd]):
                 pages.append(page)
                 self.cells[page] = (prompt.id.instance, prompt.id.request, table, place)
         self.prompts[serial] = prompt._replace(done=end, last_sent=last)
-        token = prompt.num_generated if last else None
-        return PublishCommand(
-            serial, prompt.done, end, np.array(pages, dtype=np.int32), last, token
-        )
+        output = SampledOutput(prompt.num_generated) if last else None
+        ids = np.array(pages, dtype=np.int32)
+        return PublishCommand(serial, prompt.done, end, ids, last, output)

@@ -11,9 +11,9 @@ from common.config import TransferConfig
 from common.errors import TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
-from kvtransfer.backends.base import PagePool, PageProducer, prepared
-from kvtransfer.frontend_messages import PairEnd, PairInput, PairOpened, PairOutput, PeerHello
-from kvtransfer.pairing import PairHello, PoolRegion
+from kvtransfer.backends.base import PagePool, PageProducer, PoolRegion, prepared
+from kvtransfer.frontend_messages import EndStream, PairInput, PairOpened, PairOutput, SendMessage
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
@@ -69,8 +69,8 @@ class Rig:
     def tick(self, now: float) -> dict[int, list[str]]:
         """Return the names of the paths offered by now, by answered stream."""
         self.publisher.tick(now, engine_moves=True)
-        said = [each for each in self.front.receive() if isinstance(each, PeerHello)]
-        return {each.stream: [path.backend for path in each.hello.paths] for each in said}
+        said = [each for each in self.front.receive() if isinstance(each, SendMessage)]
+        return {each.stream: [path.backend for path in each.message.paths] for each in said}
 
 
 def _hello(instance: int) -> PairHello:
@@ -144,7 +144,7 @@ def test_a_consumer_that_disconnects_before_it_is_ready_is_dismissed_and_not_ans
 def test_of_two_streams_of_a_waiting_consumer_the_newer_is_kept(rig):
     rig.open(1, CONSUMER)
     rig.open(2, CONSUMER)
-    (ended,) = (each for each in rig.front.receive() if isinstance(each, PairEnd))
+    (ended,) = (each for each in rig.front.receive() if isinstance(each, EndStream))
     assert ended.stream == 1 and "opened another stream" in ended.reason and not ended.refused
     assert rig.slow.preparations.keys() == {2}
     rig.slow.preparations[2].set_result(None)

@@ -8,7 +8,7 @@ import pytest
 
 from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
-from kvtransfer.backends.base import PagePool, ReadMap, ReadRefused, RemotePool
+from kvtransfer.backends.base import PagePool, PoolRegion, ReadMap, ReadRefused
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
@@ -115,7 +115,7 @@ def test_lists_of_pages_that_do_not_fit_the_map_are_rejected(ends, backend):
     ],
 )
 def test_parts_outside_a_page_are_rejected(bad):
-    local, there = Memory(NUM_PAGES, SMALL), RemotePool(1 << 40, LARGE, NUM_PAGES)
+    local, there = Memory(NUM_PAGES, SMALL), PoolRegion(1 << 40, LARGE, NUM_PAGES)
     with pytest.raises(LayoutMismatch):
         ReadMap(there, local.pool, [[bad], []])
     with pytest.raises(LayoutMismatch):
@@ -166,7 +166,7 @@ def test_pages_of_another_size_are_rejected(ends, backend, producer):
     "base, num_pages", [(0, 8), (1 << 57, 8), (1 << 40, 0), (1 << 40, 1 << 40), (-8, 8)]
 )
 def test_invalid_memory_is_rejected(backend, producer, memory, base, num_pages):
-    lie = RemotePool(base, PAGE_BYTES, num_pages)
+    lie = PoolRegion(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
         backend.connect(producer.admit(), lie, memory.pool)
 

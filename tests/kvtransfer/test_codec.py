@@ -25,6 +25,7 @@ from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from common.tracing.context import SpanName
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -41,9 +42,10 @@ from kvtransfer.messages import (
     Prefix,
     Prompt,
     ReadsDone,
+    SampledOutput,
     Weights,
 )
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2 as pb
 from tests.support.specs import make_spec
@@ -167,20 +169,19 @@ opens = st.builds(
 )
 
 
+outputs = st.builds(SampledOutput, i31, st.lists(i31, max_size=5).map(tuple), st.none() | times)
+
+
 @st.composite
 def readies(draw: st.DrawFn) -> PagesReady:
     start = draw(i31)
-    first_token = draw(st.none() | i31)
+    output = draw(st.none() | outputs)
     pages = tuple(draw(st.lists(u32, max_size=30)))
     end = draw(st.integers(start, 2**32 - 1))
-    last = first_token is not None or draw(st.booleans())
-    reported = draw(st.none() | times) if last else None
+    last = output is not None or draw(st.booleans())
     places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
     sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
-    token_ids = tuple(draw(st.lists(i31, max_size=5)))
-    return PagesReady(
-        draw(ids), start, end, pages, last, first_token, reported, sums=sums, token_ids=token_ids
-    )
+    return PagesReady(draw(ids), start, end, pages, last, output, sums)
 
 
 from_consumer = st.one_of(
@@ -255,7 +256,7 @@ def _pieces(number: int, piece_bytes: int = 1) -> pb.FromConsumer:
 
 
 def _ready(**changes: Any) -> pb.FromProducer:
-    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, 7), as_consumer=False)
+    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, SampledOutput(7)), as_consumer=False)
     assert isinstance(message, pb.FromProducer)
     _change(message.ready, changes)
     return message
@@ -285,7 +286,7 @@ def test_checksums_must_match_the_published_pages(checked, sums):
 def test_times_before_the_last_range_are_ignored():
     message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
     record = codec.parse(message)
-    assert isinstance(record, PagesReady) and record.times is None
+    assert isinstance(record, PagesReady) and record.output is None
 
 
 def _grant(gib_per_s: float) -> pb.FromConsumer:
@@ -356,6 +357,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(priority=101), "priority"),
         (_open(priority=-101), "priority"),
         (_ready(last=False), "first token"),
+        (_ready(first_token=None, token_ids=[7]), "newest token"),
         (_ready(first_token=2**31), "token id"),
         (_ready(token_ids=[2**31]), "token id"),
         (_ready(start=5), "range"),

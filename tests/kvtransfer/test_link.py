@@ -106,7 +106,7 @@ def test_reads_run_in_order_and_deliver_their_pages(rig):
     link = rig.link()
     link.post(handoff(1), pages(ALL[:10], ALL[20:30]))  # allowed before it is up
     up = rig.next(LinkUp)
-    assert up.link is link and up.path == "loopback" and up.gib_per_s > 0
+    assert up.path == "loopback" and up.gib_per_s > 0
     link.post(handoff(2), pages(ALL[10:14], ALL[:4]))
     link.post(handoff(1), pages(ALL[30:], ALL[30:]))
     ended = [rig.next(ReadEnded) for _ in range(3)]
@@ -311,7 +311,7 @@ def test_a_link_that_cannot_connect_reports_why(rig):
     rig.producer.end()
     link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
     closed = rig.next(LinkClosed)
-    assert "no producer" in closed.reason and closed.link is link
+    assert "no producer" in closed.reason
     with pytest.raises(TransferError, match="no producer"):
         link.post(handoff(1), pages(ALL, ALL))
 
@@ -366,7 +366,7 @@ def test_two_links_to_one_producer_are_independent(rig):
     for _ in range(2):
         rig.next(LinkUp)
     first.close("no longer needed")
-    assert rig.next(LinkClosed).link is first
+    assert rig.next(LinkClosed).reason == "no longer needed"
     second.post(handoff(1), pages(ALL, ALL))
-    assert rig.next(ReadEnded).link is second
+    assert rig.next(ReadEnded).handoff == handoff(1)
     assert (rig.memory.pages == rig.producer.content).all()

@@ -10,7 +10,8 @@ from common.errors import LayoutMismatch
 from common.limits import MAX_RANKS
 from engine.build import build
 from engine.models.linear import onednn
-from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, PoolRegion, compare, lasts
+from kvtransfer.backends.base import PoolRegion
+from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, compare, lasts
 from kvtransfer.pairs.dialer import MAX_PRODUCERS, REMEMBERED_S, NamedProducers
 from tests.support.checkpoints import make_checkpoint
 

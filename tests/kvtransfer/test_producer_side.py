@@ -12,25 +12,26 @@ from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
-from kvtransfer.backends.base import Ints, PagePool, prepared
-from kvtransfer.frontend_messages import PairInput, PairOpened, PairOutput, PairSend
+from kvtransfer.backends.base import Ints, PagePool, PoolRegion, prepared
+from kvtransfer.frontend_messages import PairInput, PairOpened, PairOutput, SendMessage
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,
     HandoffAdmitted,
     HandoffFailed,
     HandoffId,
+    Heartbeat,
     OpenHandoff,
     PagesReady,
     Prompt,
+    SampledOutput,
 )
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.ports import (
     AdmittedCommand,
     ClosedEvent,
     FailCommand,
     OpenedEvent,
-    ProducerEvent,
     PublishCommand,
 )
 from kvtransfer.protocol.producer import ProducerEnd
@@ -82,7 +83,7 @@ class Producer:
     def __init__(
         self,
         publisher: ProducerSide,
-        outlet: EventOutlet[ProducerEvent],
+        outlet: EventOutlet,
         front: FrameSocket[PairOutput],
         ranks: Ranks,
     ) -> None:
@@ -112,7 +113,8 @@ class Producer:
         start, end = (4, 7) if last else (0, 4)
         pages = np.array([page], np.int32)
         self.publisher.command(
-            PublishCommand(serial, start, end, pages, last, 42 if last else None), 0.0
+            PublishCommand(serial, start, end, pages, last, SampledOutput(42) if last else None),
+            0.0,
         )
 
     def replies(self, *numbers: int) -> None:
@@ -122,7 +124,7 @@ class Producer:
     def new_messages(self) -> list[tuple[int, str, tuple[int, ...]]]:
         """Tick, and return stream, kind and pages of new messages."""
         self.publisher.tick(0.0, engine_moves=True)
-        sent = [each for each in self._front.receive() if isinstance(each, PairSend)]
+        sent = [each for each in self._front.receive() if isinstance(each, SendMessage)]
         return [
             (each.stream, type(each.message).__name__, getattr(each.message, "pages", ()))
             for each in sent
@@ -131,7 +133,7 @@ class Producer:
 
     def refused(self) -> list[HandoffFailed]:
         """Return the failures sent since the last call."""
-        sent = [each.message for each in self._front.receive() if isinstance(each, PairSend)]
+        sent = [each.message for each in self._front.receive() if isinstance(each, SendMessage)]
         return [message for message in sent if isinstance(message, HandoffFailed)]
 
 
@@ -140,7 +142,7 @@ def producer() -> Iterator[Producer]:
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
-    outlet: EventOutlet[ProducerEvent] = EventOutlet(frames)
+    outlet: EventOutlet = EventOutlet(frames)
     nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     ranks, made = Ranks(), []
     publisher = ProducerSide(
@@ -232,18 +234,18 @@ def test_a_rank_that_cannot_publish_ends_the_node(producer: Producer) -> None:
 
 def test_messages_without_a_wait_are_sent_at_once() -> None:
     sent: list[tuple[int, Any]] = []
-    held, until = HeldMessages(lambda *message: sent.append(message)), Future[Any]()
-    messages: list[Any] = ["first", "second", "third"]
-    held.send(CONSUMER, messages[0])
-    assert sent == [(CONSUMER, "first")]
+    held, until = HeldMessages(sent.append), Future[Any]()
+    messages = [SendMessage(CONSUMER, Heartbeat(number, 0)) for number in range(3)]
+    held.send(messages[0])
+    assert sent == messages[:1]
     held.hold(CONSUMER, until)
-    held.send(CONSUMER, messages[1])
+    held.send(messages[1])
     held.flush()
     assert len(sent) == 1
     until.set_result(None)
     held.flush()
-    held.send(CONSUMER, messages[2])
-    assert [message for _, message in sent] == messages
+    held.send(messages[2])
+    assert sent == messages
 
 
 # Opens during a step of the engine thread, which handles none

@@ -10,6 +10,7 @@ from common.config import TransferConfig
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.request import Remaining
+from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -23,6 +24,7 @@ from kvtransfer.messages import (
     PagesReleased,
     Prompt,
     ReadsDone,
+    SampledOutput,
     Weights,
 )
 from kvtransfer.ports import (
@@ -39,11 +41,9 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,
-    EndStream,
     ExpectPages,
     OpenLink,
     PageSum,
-    SendMessage,
     StartRead,
 )
 from kvtransfer.protocol.attempt import LINK_S, ProducerPages
@@ -59,7 +59,7 @@ STREAM = 1
 ID = HandoffId(CONSUMER, 1, 1)
 OTHER = HandoffId(CONSUMER, 2, 1)
 FIRST = PagesReady(ID, 0, 4, (9,), False, None)
-LAST = PagesReady(ID, 4, 7, (5,), True, 42)
+LAST = PagesReady(ID, 4, 7, (5,), True, SampledOutput(42))
 
 
 def opening(id: HandoffId = ID, producer: int = PRODUCER, budget_s: float = 100.0) -> OpenCommand:
@@ -118,7 +118,7 @@ def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
     granted.received(STREAM, FIRST, 0.0)
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER, 4, (40,)), 0.0)
-    granted.received(STREAM, PagesReady(OTHER, 4, 7, (6,), True, 43), 0.0)
+    granted.received(STREAM, PagesReady(OTHER, 4, 7, (6,), True, SampledOutput(43)), 0.0)
     return granted
 
 
@@ -136,7 +136,7 @@ def test_a_handoff_goes_from_open_to_held():
     assert admitted == [HandoffAdmitted(ID, 7, 20)]
     assert reads(end.received(STREAM, FIRST, 0.0)) == [(ID, [9], [30])]
     last = end.received(STREAM, LAST, 0.0)
-    assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have arrived
+    assert last[0] == FirstTokenEvent(ID, SampledOutput(42))  # before its pages have arrived
     assert reads(last) == [(ID, [5], [31])]
     assert end.read_ended(STREAM, "", 0.0) == []
     assert end.read_ended(STREAM, "", 0.0) == [SendMessage(STREAM, ReadsDone(ID))]
@@ -157,8 +157,8 @@ def test_a_read_writes_to_the_pages_of_its_own_range(end):
 def test_a_full_prefix_hit_transfers_no_page(end):
     end.command(opening(), 0.0)
     end.command(grant(prefix=7, pages=()), 0.0)
-    ready = end.received(STREAM, PagesReady(ID, 7, 7, (), True, 42), 0.0)
-    assert ready == [FirstTokenEvent(ID, 42), SendMessage(STREAM, ReadsDone(ID))]
+    ready = end.received(STREAM, PagesReady(ID, 7, 7, (), True, SampledOutput(42)), 0.0)
+    assert ready == [FirstTokenEvent(ID, SampledOutput(42)), SendMessage(STREAM, ReadsDone(ID))]
     assert end.received(STREAM, PagesReleased(ID, True), 0.0) == [
         CompletedEvent(ID, num_tokens=7),
         ReadsEndedEvent(ID),
@@ -223,7 +223,9 @@ def test_reads_of_a_closed_link_move_to_its_successor_in_order(granted):
 # Seen failing with the time of the last range.
 def test_a_first_token_comes_with_the_time_of_the_first_range(granted):
     granted.received(STREAM, FIRST, 1.0)
-    assert granted.received(STREAM, LAST, 2.0)[0] == FirstTokenEvent(ID, 42, first_ready=1.0)
+    assert granted.received(STREAM, LAST, 2.0)[0] == FirstTokenEvent(
+        ID, SampledOutput(42), first_ready=1.0
+    )
 
 
 # Seen failing without the rate of the link, and if all granted pages are expected.
@@ -300,7 +302,7 @@ def test_only_requests_being_computed_are_notified_of_an_engine_crash(granted, e
     for id in (ID, OTHER, done):
         granted.received(STREAM, HandoffAdmitted(id, 7, 0), 0.0)
     granted.received(STREAM, FIRST, 0.0)
-    granted.received(STREAM, PagesReady(done, 0, 7, (1, 2), True, 42), 0.0)
+    granted.received(STREAM, PagesReady(done, 0, 7, (1, 2), True, SampledOutput(42)), 0.0)
     over = granted.stream_down(STREAM, "it has ended", engine_died=engine_died)
     lost = {action.id: action.engine_died for action in over if isinstance(action, FailedEvent)}
     assert lost == {ID: engine_died, OTHER: engine_died, done: False, waits: False}
@@ -319,7 +321,7 @@ def test_a_new_instance_of_a_producer_gets_its_own_link(granted):
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, PRODUCER + 1), 1.0)
     granted.command(grant(OTHER, 4, (40,)), 1.0)
-    ready = granted.received(2, PagesReady(OTHER, 4, 7, (6,), True, 43), 1.0)
+    ready = granted.received(2, PagesReady(OTHER, 4, 7, (6,), True, SampledOutput(43)), 1.0)
     assert [action.stream for action in ready if isinstance(action, StartRead)] == [2]
     assert granted.read_ended(2, "", 1.0) == [SendMessage(2, ReadsDone(OTHER))]
     # The old link may take any time: its read was for the old instance alone.
@@ -406,13 +408,13 @@ def test_messages_of_an_ended_attempt_are_dropped(granted, message):
     [
         PagesReady(OTHER, 0, 4, (9,), False, None),
         HandoffAdmitted(OTHER, 1, 1),
-        PagesReady(ID, 4, 7, (5,), True, 42),
+        PagesReady(ID, 4, 7, (5,), True, SampledOutput(42)),
         PagesReady(ID, 0, 3, (9,), False, None),
         PagesReady(ID, 0, 4, (9, 5), False, None),
         PagesReady(ID, 0, 4, (POOL,), False, None),
         PagesReady(ID, 0, 4, (-1,), False, None),
-        PagesReady(ID, 0, 4, (9,), False, None, token_ids=(7,)),
-        PagesReady(ID, 0, 4, (9,), True, 42),
+        PagesReady(ID, 0, 7, (9, 5), True, SampledOutput(42, (7,))),
+        PagesReady(ID, 0, 4, (9,), True, SampledOutput(42)),
         PagesReady(ID, 0, 8, (9, 5), False, None),
         PagesReady(ID, 0, 7, (9, 5), True, None),
         PagesReady(ID, 0, 0, (), False, None),
@@ -569,7 +571,9 @@ def test_all_streams_can_be_ended_at_once(granted):
 # Seen failing if checksums are ignored, and if those of the last range replace all.
 def test_pages_with_checksums_are_compared_before_they_are_held(granted):
     granted.received(STREAM, PagesReady(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
-    granted.received(STREAM, PagesReady(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
+    granted.received(
+        STREAM, PagesReady(ID, 4, 7, (5,), True, SampledOutput(42), sums=((0, 222),)), 0.0
+    )
     granted.read_ended(STREAM, "", 0.0)
     granted.read_ended(STREAM, "", 0.0)
     (confirm, ended) = granted.received(STREAM, PagesReleased(ID, True), 0.0)
@@ -604,7 +608,7 @@ def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
     unlike.received(STREAM, PagesReady(ID, 0, 4, (1, 2), False, None), 0.0)
-    last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, 42, sums=((1, 9), (4, 1)))
+    last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, SampledOutput(42), sums=((1, 9), (4, 1)))
     read = next(a for a in unlike.received(STREAM, last, 0.0) if isinstance(a, StartRead))
     assert read.pages.source.tolist() == [3, 4, 5, 6, 7]
     assert read.pages.destination.tolist() == [31, 41, 50, 51]
@@ -620,7 +624,9 @@ def test_a_producer_that_publishes_the_consumers_number_of_state_pages_violates_
 ):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
-    ended = unlike.received(STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, 42), 0.0)
+    ended = unlike.received(
+        STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, SampledOutput(42)), 0.0
+    )
     assert "it has 6 pages" in next(a for a in ended if isinstance(a, EndStream)).reason
 
 

@@ -9,6 +9,7 @@ from common.config import TransferConfig
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.request import Remaining
+from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -22,6 +23,7 @@ from kvtransfer.messages import (
     PagesReleased,
     Prompt,
     ReadsDone,
+    SampledOutput,
 )
 from kvtransfer.ports import (
     AdmittedCommand,
@@ -31,7 +33,7 @@ from kvtransfer.ports import (
     OpenedEvent,
     PublishCommand,
 )
-from kvtransfer.protocol.actions import EndStream, ExposePages, SendMessage, WithdrawPages
+from kvtransfer.protocol.actions import ExposePages, WithdrawPages
 from kvtransfer.protocol.producer import POLL_S, ProducerEnd
 from tests.support.specs import make_spec
 
@@ -48,7 +50,9 @@ def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) ->
 
 
 def publish(start: int, end: int, pages: list[int], *, last: bool = False) -> PublishCommand:
-    return PublishCommand(SERIAL, start, end, np.array(pages, np.int32), last, 42 if last else None)
+    return PublishCommand(
+        SERIAL, start, end, np.array(pages, np.int32), last, SampledOutput(42) if last else None
+    )
 
 
 def kinds(actions: list[Any]) -> list[type]:
@@ -90,7 +94,7 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert isinstance(exposed, ExposePages)  # readable before the consumer knows it
     assert reported == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
     assert sent(end.command(publish(4, 7, [5], last=True))) == [
-        PagesReady(ID, 4, 7, (5,), True, 42)
+        PagesReady(ID, 4, 7, (5,), True, SampledOutput(42))
     ]
     assert end.received(STREAM, ReadsDone(ID), 1.0) == [
         SendMessage(STREAM, PagesReleased(ID, True)),
@@ -103,7 +107,9 @@ def test_a_handoff_goes_from_open_to_released(end):
 def test_a_handoff_without_pages_is_held(end):
     end.received(STREAM, opening(), 0.0)
     end.received(STREAM, GrantHandoff(ID, 7), 0.0)
-    assert sent(end.command(publish(7, 7, [], last=True))) == [PagesReady(ID, 7, 7, (), True, 42)]
+    assert sent(end.command(publish(7, 7, [], last=True))) == [
+        PagesReady(ID, 7, 7, (), True, SampledOutput(42))
+    ]
     assert sent(end.received(STREAM, ReadsDone(ID), 0.0)) == [PagesReleased(ID, True)]
 
 

@@ -17,7 +17,7 @@ from common.errors import EngineFault, TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
-from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, prepared
+from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, PoolRegion, prepared
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
@@ -29,8 +29,9 @@ from kvtransfer.messages import (
     PagesReleased,
     Prompt,
     ReadsDone,
+    SampledOutput,
 )
-from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
+from kvtransfer.pairing import PROTOCOL_VERSION, PairHello
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -68,13 +69,19 @@ OTHER = HandoffId(CONSUMER, 2, 1)
 E = TypeVar("E")
 
 
+class _ProducerAlone(ProducerSide):
+    """A side without a consumer, which alone has something to do at the start."""
+
+    def start(self) -> None: ...
+
+
 class Engine:
     """The engine thread of one node. It posts commands and waits for events, in order."""
 
     def __init__(self) -> None:
         self.wake = threading.Semaphore(0)
         self.late_s = 0.0
-        self.transfer: TransferThread[Any, Any]
+        self.transfer: TransferThread[Any]
         self._events: list[Any] = []
 
     def next(self, kind: type[E]) -> E:
@@ -121,7 +128,7 @@ class Rig:
         )
         self.producer.transfer = TransferThread(
             self.pump.join(as_consumer=False),
-            lambda outlet, wake: ProducerSide(
+            lambda outlet, wake: _ProducerAlone(
                 ProducerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(PRODUCER, self.source.pool),
                 RankOffers(0, lambda: self.producers),
@@ -166,7 +173,7 @@ class Rig:
 
     def publish_last(self, id: HandoffId = ID) -> None:
         self.producer.post(
-            PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42)
+            PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, SampledOutput(42))
         )
 
     def begin(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
@@ -179,7 +186,7 @@ class Rig:
         """Run a whole hand-off up to its first token."""
         self.begin(id)
         self.publish_last(id)
-        assert self.consumer.next(FirstTokenEvent).token == 42
+        assert self.consumer.next(FirstTokenEvent).output.token == 42
 
     def landed(self, *pages: int) -> bool:
         """Return whether pages 1, 2, ... of the consumer contain these pages of the source."""

@@ -122,9 +122,7 @@ class ExporterSide(SimulatedProducer):
         for place, page in enumerate(pages):
             self.cells[page] = ("piece", loan.first + place)
         self.prompts[serial] = loan._replace(last_sent=True)
-        return PublishCommand(
-            serial, 0, num_pieces, np.array(pages, np.int32), last=True, first_token=None
-        )
+        return PublishCommand(serial, 0, num_pieces, np.array(pages, np.int32), last=True)
 
     def _admit(self) -> list[Output]:
         return []  # a request without free pages is rejected

@@ -24,15 +24,15 @@ from common.request import PrefixHint, Remaining
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from common.rpc import streams
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.frontend_messages import (
+    EndStream,
     LocalHello,
     PairClosed,
-    PairEnd,
     PairInput,
     PairMessage,
     PairOpened,
-    PairSend,
-    PeerHello,
+    SendMessage,
 )
 from kvtransfer.messages import (
     CancelHandoff,
@@ -45,8 +45,9 @@ from kvtransfer.messages import (
     PagesReady,
     Prompt,
     ReadsDone,
+    SampledOutput,
 )
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
 from kvtransfer.pairs.streams import PairService, PairStreams
@@ -141,7 +142,7 @@ class Pair:
         consumer."""
         opened = await self.producer.hear(PairOpened)
         assert opened == PairOpened(opened.stream, CONSUMER, as_consumer=False)
-        self.producer.say(PeerHello(opened.stream, PRODUCER))
+        self.producer.say(SendMessage(opened.stream, PRODUCER))
         there = await self.consumer.hear(PairOpened)
         expected = msgspec.structs.replace(PRODUCER, address=self.address)
         assert there == PairOpened(there.stream, expected, as_consumer=True)
@@ -229,12 +230,12 @@ async def test_messages_pass_both_ways_in_order_after_both_have_said_hello(pair)
     ]
     downward = [
         PagesReady(ID, 16, 32, (5,), False, None),
-        PagesReady(ID, 32, 40, (9,), True, 2**31 - 1),
+        PagesReady(ID, 32, 40, (9,), True, SampledOutput(2**31 - 1)),
     ]
     for message in upward:
-        pair.consumer.say(PairSend(at_consumer, message))
+        pair.consumer.say(SendMessage(at_consumer, message))
     for message in downward:
-        pair.producer.say(PairSend(at_producer, message))
+        pair.producer.say(SendMessage(at_producer, message))
     for message in upward:
         assert await pair.producer.hear(PairMessage) == PairMessage(at_producer, message)
     for message in downward:
@@ -258,7 +259,7 @@ async def test_no_producer_is_dialled_before_the_transfer_thread_has_said_hello(
 async def test_a_lost_stream_is_dialled_again_under_new_numbers(pair):
     pair.connect()
     first = await pair.up()
-    pair.producer.say(PairEnd(first[0], "silent for 5 beats", refused=False))
+    pair.producer.say(EndStream(first[0], "silent for 5 beats", refused=False))
     closed = await pair.consumer.hear(PairClosed)
     assert closed == PairClosed(first[1], "silent for 5 beats")
     assert await pair.producer.hear(PairClosed) == PairClosed(first[0], "silent for 5 beats")
@@ -266,15 +267,15 @@ async def test_a_lost_stream_is_dialled_again_under_new_numbers(pair):
     assert second[0] > first[0]
     assert second[1] > first[1]
     # Messages for the old stream are dropped.
-    pair.producer.say(PairSend(first[0], Heartbeat(9, 9)))
-    pair.producer.say(PairSend(second[0], Heartbeat(1, 0)))
+    pair.producer.say(SendMessage(first[0], Heartbeat(9, 9)))
+    pair.producer.say(SendMessage(second[0], Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(second[1], Heartbeat(1, 0))
 
 
 async def test_the_consumer_may_end_a_stream_too(pair):
     pair.connect()
     _, at_consumer = await pair.up()
-    pair.consumer.say(PairEnd(at_consumer, "no link", refused=False))
+    pair.consumer.say(EndStream(at_consumer, "no link", refused=False))
     assert await pair.consumer.hear(PairClosed) == PairClosed(at_consumer, "no link")
     await pair.producer.hear(PairClosed)
     await pair.up()
@@ -285,7 +286,7 @@ async def test_a_rejected_pair_is_reported_on_both_sides_and_dialled_again_later
     opened = await pair.producer.hear(PairOpened)
     sentence = "x cannot pair: dtype is 'float32' here and 'bfloat16' there."
     refused_at = time.monotonic()
-    pair.producer.say(PairEnd(opened.stream, sentence, refused=True))
+    pair.producer.say(EndStream(opened.stream, sentence, refused=True))
     assert await pair.producer.hear(PairClosed) == PairClosed(opened.stream, sentence)
     await pair.up()
     assert time.monotonic() - refused_at > 0.8 * QUICK.refused_s
@@ -300,7 +301,7 @@ async def test_a_consumer_that_rejects_a_pair_waits_as_long(pair):
     pair.connect()
     _, at_consumer = await pair.up()
     refused_at = time.monotonic()
-    pair.consumer.say(PairEnd(at_consumer, "0.0.0.0:50100 cannot pair", refused=True))
+    pair.consumer.say(EndStream(at_consumer, "0.0.0.0:50100 cannot pair", refused=True))
     await pair.consumer.hear(PairClosed)
     await pair.producer.hear(PairClosed)
     await pair.up()
@@ -312,7 +313,7 @@ async def test_a_consumer_with_other_weights_reports_them_when_it_dials_again(pa
     _, at_consumer = await pair.up()
     changed = CONSUMER.with_weights(b"w" * 16)
     pair.consumer.say(LocalHello(changed))
-    pair.consumer.say(PairEnd(at_consumer, "this node has other weights now", refused=False))
+    pair.consumer.say(EndStream(at_consumer, "this node has other weights now", refused=False))
     await pair.consumer.hear(PairClosed)
     heard = [await pair.producer.hear(PairClosed | PairOpened) for _ in range(2)]  # in any order
     assert [each.hello for each in heard if isinstance(each, PairOpened)] == [changed]
@@ -322,7 +323,7 @@ async def test_a_consumer_with_a_new_hello_does_not_wait():
     async with paired(refused_s=3600.0) as pair:
         pair.connect()
         at_producer = (await pair.producer.hear(PairOpened)).stream
-        pair.producer.say(PairEnd(at_producer, "they differ", refused=True))
+        pair.producer.say(EndStream(at_producer, "they differ", refused=True))
         await pair.consumer.pairings("refused")
         changed = CONSUMER.with_weights(b"w" * 16)
         pair.consumer.say(LocalHello(changed))
@@ -495,14 +496,14 @@ async def test_a_starting_or_draining_producer_accepts_no_stream_and_keeps_its_o
         # Nothing is written: grpcio makes INTERNAL of a write that coincides with the end of its
         # call.
         assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
-    pair.producer.say(PairSend(at_producer, Heartbeat(1, 0)))
+    pair.producer.say(SendMessage(at_producer, Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
 
 
 async def test_the_end_of_the_producer_reaches_its_consumers_after_its_last_message(pair):
     pair.connect()
     at_producer, at_consumer = await pair.up()
-    pair.producer.say(PairSend(at_producer, Heartbeat(1, 0)))
+    pair.producer.say(SendMessage(at_producer, Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
     pair.producer.streams.close_all(NodeUnavailable("this node has ended: drained"))
     closed = await pair.consumer.hear(PairClosed)
@@ -530,9 +531,9 @@ async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_eng
         at_producer, at_consumer = await pair.up()
         # After a failed write, grpcio gives the call this status.
         calls[-1]._cython_call.set_internal_error("a write has failed")
-        pair.consumer.say(PairSend(at_consumer, Heartbeat(1, 0)))
+        pair.consumer.say(SendMessage(at_consumer, Heartbeat(1, 0)))
         for sequence in (1, 2):
-            pair.producer.say(PairSend(at_producer, Heartbeat(sequence, 0)))
+            pair.producer.say(SendMessage(at_producer, Heartbeat(sequence, 0)))
             heard = await pair.consumer.hear(PairMessage)
             assert heard == PairMessage(at_consumer, Heartbeat(sequence, 0))
         pair.producer.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
@@ -557,7 +558,7 @@ async def test_the_end_of_a_transfer_thread_is_an_error_of_its_node(pair):
 
 
 async def test_a_peer_over_the_limit_of_unread_messages_is_not_read_and_delays_no_other(pair):
-    """Seen failing without `room` in PairStreams._forward: all of it is read, 140 < 70."""
+    """Seen failing without `room` in PairStream.take: all of it is taken, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
     long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_consumer=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:

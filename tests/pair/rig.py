@@ -19,6 +19,7 @@ import msgspec
 
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
 from common.process.ipc import socket_pair
+from common.process.wakeup import WakeUp
 from common.request import InputEmbeddings, PrefixHint, Remaining, RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
@@ -26,7 +27,6 @@ from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream
 from kvtransfer.messages import GrantHandoff
-from kvtransfer.transfer.thread import WakeUp
 from node.messages import (
     CancelSubmitted,
     Command,

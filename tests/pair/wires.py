@@ -16,15 +16,14 @@ import msgspec
 
 from common.process.ipc import FrameSocket
 from kvtransfer.frontend_messages import (
+    EndStream,
     LocalHello,
     PairClosed,
-    PairEnd,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
-    PairSend,
-    PeerHello,
+    SendMessage,
 )
 from kvtransfer.messages import AnyMessage, Heartbeat
 from kvtransfer.pairing import PairHello
@@ -153,16 +152,16 @@ class Wires:
         match output:
             case LocalHello(hello):
                 front.hello = _across(hello, as_consumer=True)
-            case PeerHello(number, hello):
+            case SendMessage(number, PairHello() as hello):
                 line = front.lines.get(number)
                 if line is not None and line.consumer not in line.numbers:
                     self._open(line, line.consumer, _across(hello, as_consumer=False))
-            case PairSend(number, message):
+            case SendMessage(number, message):
                 line = front.lines.get(number)
                 if line is not None:
                     reported = _across(message, as_consumer=front is line.consumer)
                     line.under_way[line.other(front)].append(reported)
-            case PairEnd(number, reason, refused):
+            case EndStream(number, reason, refused):
                 line = front.lines.get(number)
                 if line is not None:
                     if refused:

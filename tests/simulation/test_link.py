@@ -7,8 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from common.errors import TransferError
+from kvtransfer.backends.base import PoolRegion
 from kvtransfer.messages import HandoffId
-from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.ports import PagesToRead
 from kvtransfer.transfer.link import LinkClosed, LinkUp, ReadEnded
 from simulation.cost import StepCost

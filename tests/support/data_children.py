@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Ints, PagePool, RemotePool, TransferBackend
+from kvtransfer.backends.base import Ints, PagePool, PoolRegion, TransferBackend
 from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS, NixlTransports, PathKind
@@ -185,7 +185,7 @@ class Memory:
     def __init__(self, num_pages: int, page_bytes: int, fill: int = CANARY) -> None:
         self.pages: NDArray[np.uint8] = np.full((num_pages, page_bytes), fill, np.uint8)
         self.pool = PagePool(self.pages.ctypes.data, page_bytes, num_pages, "cpu")
-        self.remote = RemotePool(self.pool.base, page_bytes, num_pages)
+        self.remote = PoolRegion(self.pool.base, page_bytes, num_pages)
 
 
 class CudaMemory(Memory):
@@ -196,7 +196,7 @@ class CudaMemory(Memory):
         self.pages = pages  # type: ignore[assignment]
         self.pages[:] = CANARY
         self.pool = PagePool(pages.address, page_bytes, num_pages, device)
-        self.remote = RemotePool(self.pool.base, page_bytes, num_pages)
+        self.remote = PoolRegion(self.pool.base, page_bytes, num_pages)
 
 
 def make_memory(backend: str, num_pages: int, page_bytes: int) -> Memory:

@@ -17,7 +17,7 @@ from common.errors import TransferError
 from kvtransfer.backends.base import (
     BackendConnection,
     Ints,
-    RemotePool,
+    PoolRegion,
     TableSlices,
     TransferBackend,
 )
@@ -83,10 +83,10 @@ class FarProducer:
             log=log,
             on_gpu=backend.endswith("-cuda"),
         )
-        self._remote: RemotePool | None = None
+        self._remote: PoolRegion | None = None
 
     @property
-    def remote(self) -> RemotePool:
+    def remote(self) -> PoolRegion:
         """Wait until the producer serves. Skips the test without its path on this machine."""
         if self._remote is None:
             described = self.child.receive()

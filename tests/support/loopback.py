@@ -20,10 +20,10 @@ from kvtransfer.backends.base import (
     Ints,
     PagePool,
     PartRead,
+    PoolRegion,
     PublishedPages,
     ReadMap,
     ReadRefused,
-    RemotePool,
     TableSlices,
     prepared,
 )
@@ -235,7 +235,7 @@ class LoopbackBackend:
     def connect(
         self,
         description: bytes,
-        remote: RemotePool,
+        remote: PoolRegion,
         pool: PagePool,
         slices: TableSlices | None = None,
     ) -> LoopbackConnection:

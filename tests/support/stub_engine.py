@@ -23,7 +23,7 @@ from engine.kv_cache.kv_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.frontend_messages import EngineHeartbeat, PairInput
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import LinkMember, ProducerUp
 from node.control.engine_control import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
@@ -37,7 +37,6 @@ from node.messages import (
     FlushCache,
     NodeCall,
     NodeCallResult,
-    NodeLink,
     PrepareRole,
     QuarantineStarted,
     RequestEnded,
@@ -201,7 +200,7 @@ class EchoEngine:
             gauges |= {"rank_memory/0": 5.0, "rank_behind/0": 0.0}
             gauges |= {"rank_memory/1": 7.0, "rank_behind/1": 2.0}
             members = LinkMember(0, 0, "tcp", 2.0), LinkMember(1, 0, "cma", 1.5)
-        links = (NodeLink("127.0.0.1:1", "tcp", 2.0, members),)
+        links = (ProducerUp(1, "127.0.0.1:1", "tcp", 2.0, 64, members),)
         self._channel.post(EngineStats(self._steps, gauges, state, links, pages_free=5))
 
 

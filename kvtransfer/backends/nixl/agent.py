@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import EngineFault, LayoutMismatch, TransferError
-from kvtransfer.backends.base import Ints, PageCut, PagePool, ReadMap, RemotePool
+from kvtransfer.backends.base import Ints, PageCut, PagePool, PoolRegion, ReadMap
 from kvtransfer.backends.device_memory import DeviceFailure, cuda_device
 from kvtransfer.backends.nixl.paths import HOST, NixlTransports, PathKind
 from kvtransfer.backends.scratch import ReadScratch, measure
@@ -339,7 +339,7 @@ class NixlConnection:
         kind: PathKind,
         offer: NixlOffer,
         description: NixlDescription,
-        remote: RemotePool,
+        remote: PoolRegion,
         memory: NixlMemory,
         reads: ReadMap,
         late: float,
@@ -415,7 +415,7 @@ class NixlConnection:
             ) from None
         self._proved.close()
 
-    def _meet(self, offer: NixlOffer, description: NixlDescription, remote: RemotePool) -> None:
+    def _meet(self, offer: NixlOffer, description: NixlDescription, remote: PoolRegion) -> None:
         """Register both sides' memory with the agent."""
         pool, scratch = self._memory.pool, self._memory.scratch
         self._agent.register(pool)

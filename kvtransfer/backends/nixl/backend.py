@@ -26,8 +26,8 @@ from common.logs import Throttle, ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     PagePool,
+    PoolRegion,
     ReadMap,
-    RemotePool,
     TableSlices,
     parse_description,
     prepared,
@@ -267,7 +267,7 @@ class NixlBackend:
     def connect(
         self,
         description: bytes,
-        remote: RemotePool,
+        remote: PoolRegion,
         pool: PagePool,
         slices: TableSlices | None = None,
     ) -> NixlConnection:

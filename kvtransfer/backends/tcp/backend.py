@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from common.errors import TransferError
-from kvtransfer.backends.base import PagePool, ReadMap, RemotePool, TableSlices, parse_description
+from kvtransfer.backends.base import PagePool, PoolRegion, ReadMap, TableSlices, parse_description
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.tcp.connection import TcpConnection
 from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
@@ -54,7 +54,7 @@ class TcpBackend:
     def connect(
         self,
         description: bytes,
-        remote: RemotePool,
+        remote: PoolRegion,
         pool: PagePool,
         slices: TableSlices | None = None,
     ) -> TcpConnection:

@@ -20,9 +20,9 @@ from kvtransfer.backends.base import (
     PageCut,
     PagePart,
     PagePool,
+    PoolRegion,
     ReadMap,
     ReadRefused,
-    RemotePool,
 )
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.scatter import receive_before
@@ -57,7 +57,7 @@ class TcpConnection:
     def __init__(
         self,
         description: TcpDescription,
-        remote: RemotePool,
+        remote: PoolRegion,
         pool: PagePool,
         memory: TcpMemory,
         reads: ReadMap,

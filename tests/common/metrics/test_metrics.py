@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.program import TRUST
 from docs.generate import metrics as docs
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import LinkMember, ProducerUp
 from node import metrics as node
-from node.messages import EngineStats, NodeLink
+from node.messages import EngineStats
 from node.metrics import NodeMetrics
 from router import metrics as router
 from router.cluster.cluster_state import NodeReport
@@ -108,9 +108,9 @@ def test_links_are_reported_by_path_and_rank():
     metrics = NodeMetrics("decode")
     metrics.report = moving(
         links=(
-            NodeLink("a:1", "tcp", 2.0, (of_rank(0, 1.5), of_rank(1, 1.0))),
-            NodeLink("b:1", "tcp", 1.0, (of_rank(0, 0.5),)),
-            NodeLink("c:1", "rdma", 20.0),
+            ProducerUp(1, "a:1", "tcp", 2.0, 64, (of_rank(0, 1.5), of_rank(1, 1.0))),
+            ProducerUp(2, "b:1", "tcp", 1.0, 64, (of_rank(0, 0.5),)),
+            ProducerUp(3, "c:1", "rdma", 20.0, 64),
         )
     )
     assert value(metrics, "baton_links", path="tcp") == 2

@@ -146,8 +146,7 @@ async def test_both_kinds_of_ends_are_compatible(pair):
     assert engine.receive() == [Other("back")]
     engine.close()
     assert await asyncio.wait_for(heard.ended, 60) == "end of file"
-    with pytest.raises(PeerGone):
-        front.send(Note(1))
+    front.send(Note(1))  # no effect
 
 
 async def test_bytes_that_are_no_frame_end_the_frontends_connection(pair):
@@ -179,14 +178,10 @@ async def test_an_engine_that_does_not_read_beyond_the_limit_is_an_error(pair):
     heard = Heard()
     front = await heard.connection(ours)
 
-    def fill() -> None:
-        for i in range(200):
-            front.send(Note(i, bytes(1 << 20)))
-
-    with pytest.raises(Backlogged):
-        fill()
-    assert front.backlog_bytes > 0
-    front.close()
+    for i in range(200):
+        assert not heard.ended.done() or i > 100
+        front.send(Note(i, bytes(1 << 20)))
+    assert "an engine that does not read" in await heard.ended
 
 
 def test_an_engine_thread_sleeps_until_the_frontend_or_another_thread_wakes_it(pair):

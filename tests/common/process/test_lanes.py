@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone, socket_pair
+from common.process.ipc import CallLane, FrameConnection, socket_pair
 from common.process.resources import ENOUGH, allow_many
 
 
@@ -29,6 +29,7 @@ class Ends:
     front: FrameConnection[Note]
     engine: FrameConnection[Note]
     heard: list[Note]
+    ended: list[str]  # why the front's end has ended
 
     def read(self, on: bool) -> None:
         """Set whether the engine reads."""
@@ -41,11 +42,12 @@ class Ends:
 async def ends() -> AsyncIterator[Ends]:
     ours, theirs = socket_pair()
     heard: list[Note] = []
-    front: FrameConnection[Note] = FrameConnection(Note, lambda _: None, lambda _: None)
+    ended: list[str] = []
+    front: FrameConnection[Note] = FrameConnection(Note, lambda _: None, ended.append)
     engine: FrameConnection[Note] = FrameConnection(Note, heard.append, lambda _: None)
     await front.open(ours)
     await engine.open(theirs)
-    yield Ends(front, engine, heard)
+    yield Ends(front, engine, heard, ended)
     front.close()
     engine.close()
 
@@ -88,8 +90,8 @@ async def test_an_engine_that_reads_nothing_for_long_is_an_error(ends):
     lane = CallLane(ends.front, stuck_s=0.05)
     for _ in range(8):
         lane.send(MIB)
-    with pytest.raises(Backlogged, match="nothing was read for"):
-        await asyncio.wait_for(lane.room(), 60)
+    await asyncio.wait_for(lane.room(), 60)
+    assert len(ends.ended) == 1 and "nothing was read for" in ends.ended[0]
 
 
 async def test_no_sender_waits_for_an_engine_that_is_gone(ends):
@@ -101,8 +103,8 @@ async def test_no_sender_waits_for_an_engine_that_is_gone(ends):
     await asyncio.sleep(0)
     ends.engine.close()
     await asyncio.wait_for(waiting, 60)
-    with pytest.raises(PeerGone):
-        lane.send(MIB)
+    assert len(ends.ended) == 1
+    lane.send(MIB)  # no effect
 
 
 # Descriptors --------------------------------------------------------------------------------------

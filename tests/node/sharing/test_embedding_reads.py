@@ -19,6 +19,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
+from node.sharing.reads import SharedReads
 from node.timings import ImageReads
 from prefill_node.embeddings import PAIR_S, EmbeddingReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
@@ -59,16 +60,20 @@ class Rig:
         self.timings: dict[int, ImageReads] = {}
         self.port, self.encoder = Posts(), FakeEncoder()
         self.memory = Memory(64, PageTables(PAGE_SIZE))
+        self.shared = SharedReads(1, self.memory.cache, self.port)
         self.reads = EmbeddingReads(
             self.encoder,
+            self.shared,
             self.port,
-            instance=1,
-            cache=self.memory.cache,
             pages=self.memory.pages,
             weights=lambda: b"",
             timeout_s=TIMEOUT_S,
             clock=lambda: self.now,
         )
+
+    def pair(self, event: ProducerUp | ProducerDown) -> None:
+        assert self.shared.note(event)
+        self.reads.handle(event)
 
     def start(self, key: int = 1, *images: Image) -> None:
         images = images or (IMAGE,)
@@ -94,7 +99,7 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     rig = Rig()
-    rig.reads.handle(UP)
+    rig.pair(UP)
     return rig
 
 
@@ -199,7 +204,7 @@ def test_the_end_of_the_last_request_cancels_the_read(rig: Rig) -> None:
 def test_a_lost_encode_node_is_not_awaited(rig: Rig) -> None:
     rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
     rig.start(1)
-    rig.reads.handle(ProducerDown(UP.instance, ENCODER, "lost"))
+    rig.pair(ProducerDown(UP.instance, ENCODER, "lost"))
     rig.reads.poll()
     assert rig.reads.take_over() == [1]
     rig.start(2)
@@ -215,7 +220,7 @@ def test_an_encode_node_that_does_not_pair_is_awaited_once() -> None:
     assert rig.reads.take_over() == [1]
     rig.start(2)
     assert 2 not in rig.reads.waits and rig.outcome("unpaired") == 2
-    rig.reads.handle(UP)
+    rig.pair(UP)
     rig.start(3)
     rig.opened()
 

@@ -10,11 +10,13 @@ from common.page_tables import PageTables
 from common.request import Remaining
 from common.requests.images import Image
 from common.requests.namespace import as_bytes
+from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
-from node.sharing.prefixes import PrefixSharing, SharedWeights
+from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import SharedReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -55,7 +57,7 @@ def test_no_page_is_held_before_the_consumer_has_pages_for_it(memory: Memory) ->
     assert isinstance(published, PublishCommand) and published.last
     assert (published.start, published.end) == (PAGE_SIZE, HAS * PAGE_SIZE)
     loans.closed(ClosedEvent(1, ID, True, ""))
-    assert num_lent(memory) == 0 and not loans.exported
+    assert num_lent(memory) == 0 and not loans.pages_in_use
 
 
 def test_a_consumer_that_leaves_before_the_grant_holds_no_page(memory: Memory) -> None:
@@ -63,7 +65,7 @@ def test_a_consumer_that_leaves_before_the_grant_holds_no_page(memory: Memory) -
     loans.opened(*opened(1))
     loans.closed(ClosedEvent(1, ID, False, "gone"))
     loans.granted(GrantedEvent(1, 0))
-    assert num_lent(memory) == 0 and not loans.exported
+    assert num_lent(memory) == 0 and not loans.pages_in_use
 
 
 @pytest.mark.parametrize(
@@ -95,20 +97,19 @@ def test_the_number_of_waiting_exports_is_limited(memory: Memory) -> None:
     assert isinstance(refused, FailCommand) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):
         loans.closed(ClosedEvent(serial, ID, False, "gone"))
-    assert not loans.exported
+    assert not loans.pages_in_use
 
 
 def test_a_node_that_encodes_only_for_itself_rejects_images(memory: Memory) -> None:
-    port = Posts()
+    port, shape = Posts(), SimpleNamespace(tables=PageTables(PAGE_SIZE))
+    core = SimpleNamespace(cache=memory.cache, pages=memory.pages, tiers=None, shape=shape)
     sharing = PrefixSharing(
         PrefixSharingConfig(),
-        instance=1,
+        SharedReads(1, memory.cache, port),
+        port,
+        core=cast(EngineCore, core),
         page_bytes=64,
-        cache=memory.cache,
-        pages=memory.pages,
-        tiers=None,
-        tables=PageTables(PAGE_SIZE),
-        weights=cast(SharedWeights, SimpleNamespace(port=port)),
+        weights=None,
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
     assert sharing.handle(OpenedEvent(1, ID, b"", Remaining(9.0), source))

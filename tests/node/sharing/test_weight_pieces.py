@@ -29,6 +29,7 @@ from kvtransfer.ports import (
     PublishCommand,
     ReadsEndedEvent,
 )
+from node.sharing.reads import SharedReads
 from node.sharing.weight_reads import WeightReads
 from node.sharing.weights import WeightExports
 from tests.kvtransfer.prefix_sides import Memory, Posts
@@ -76,11 +77,11 @@ class Node:
         self.gauges: dict[str, float] = {}
         both = self.pool, self.port, self.gauges, self.done.release
         self.exports = WeightExports(weights, cache, pages, *both)
+        self.shared = SharedReads(PRODUCER + 1, cache, self.port)
         self.reads = WeightReads(
             weights,
+            self.shared,
             gauges=self.gauges,
-            instance=PRODUCER + 1,
-            cache=cache,
             pages=pages,
             pool=self.pool,
             port=self.port,
@@ -139,7 +140,7 @@ def test_a_piece_has_the_size_of_the_smaller_page(updater: Updater, sizes: tuple
     producer, consumer = (Node(page_bytes, updater) for page_bytes in sizes)
     size = min(sizes)
     reading = consumer.reads.read(WEIGHTS, ADDRESS)
-    consumer.reads.producer_up(ProducerUp(PRODUCER, ADDRESS, "tcp", 1.0, size))
+    consumer.shared.note(ProducerUp(PRODUCER, ADDRESS, "tcp", 1.0, size))
     consumer.reads.poll()
     while not reading.done():
         commands = consumer.port.take()

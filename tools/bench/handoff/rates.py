@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.backends.base import Ints, PagePool, RemotePool
+from kvtransfer.backends.base import Ints, PagePool, PoolRegion
 from kvtransfer.backends.nixl.agent import load
 from kvtransfer.backends.nixl.paths import HOST
 from tests.support.data_children import Child, Memory, content, make_backend, scattered
@@ -222,7 +222,7 @@ def _bare_agent(name: str, pool: PagePool) -> Any:
     return agent
 
 
-def _descriptors(remote: RemotePool) -> NDArray[np.uint64]:
+def _descriptors(remote: PoolRegion) -> NDArray[np.uint64]:
     descriptors = np.zeros((remote.num_pages, 3), np.uint64)
     numbers = np.arange(remote.num_pages, dtype=np.uint64)
     descriptors[:, 0] = remote.base + numbers * remote.page_bytes
@@ -236,7 +236,7 @@ def _descriptors(remote: RemotePool) -> NDArray[np.uint64]:
 class _Producer(NamedTuple):
     """The addresses of the producer's pages."""
 
-    remote: RemotePool
+    remote: PoolRegion
     descriptions: dict[str, bytes]  # by path
     bare_metadata: bytes
     port: int  # of the bare socket

@@ -37,7 +37,7 @@ from engine.core import CoreShape, EngineCore
 from engine.kv_cache.kv_events import CacheEvents
 from engine.loop.step_clock import StepClock
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt
+from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt, SampledOutput
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -55,9 +55,10 @@ from kvtransfer.ports import (
 from node.control.engine_control import CacheReports, EngineControl
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
+from node.sharing.reads import SharedReads
 from prefill_node import engine as prefill_engine
 from prefill_node.engine import PrefillRole
-from simulation.node.parts import NoAdapters, NoGrammars, SimOperations, UnsharedWeights
+from simulation.node.parts import NoAdapters, NoGrammars, SimOperations
 from tools.bench.support.record import percentiles, say, show
 
 PAGE_SIZE = 16
@@ -174,7 +175,7 @@ def _consumer(core: EngineCore, specs: Iterable[RequestSpec]) -> tuple[Stages, i
         port.posted.clear()
         port.waiting = [HandoffAdmitted(opened.id, PROMPT_TOKENS, 0)]
         clock.run("admitted", role.poll)
-        port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
+        port.waiting = [FirstTokenEvent(opened.id, SampledOutput(TOKEN))]
         clock.run("first token", role.poll)
         # The protocol reports both together: reads end with the attempt.
         port.waiting = [CompletedEvent(opened.id), ReadsEndedEvent(opened.id)]
@@ -260,6 +261,7 @@ def _role(
 ) -> tuple[Any, _Port, _Front]:
     """Return a role of the product without a device, its port and its front."""
     port, front = _Port(), _Front()
+    shared = SharedReads(CONSUMER, core.cache, port)
     control = EngineControl(
         front,
         pages_by_holder=core.pages.by_holder,
@@ -267,16 +269,10 @@ def _role(
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=NoAdapters(),
         operations=SimOperations(),
+        links=shared.producers,
     )
     sharing = PrefixSharing(
-        PrefixSharingConfig(),
-        instance=CONSUMER,
-        page_bytes=PAGE_SIZE,
-        cache=core.cache,
-        pages=core.pages,
-        tiers=core.tiers,
-        tables=core.shape.tables,
-        weights=UnsharedWeights(port),
+        PrefixSharingConfig(), shared, port, core=core, page_bytes=PAGE_SIZE, weights=None
     )
     engine = SimpleNamespace(
         core=core,

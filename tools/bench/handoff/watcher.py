@@ -23,16 +23,16 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.messages import HandoffAdmitted, HandoffId, Prompt
-from kvtransfer.pairing import PairHello, region_of
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
     CompletedEvent,
     ConsumerCommand,
-    ConsumerEvent,
     FirstTokenEvent,
     GrantCommand,
     Ints,
+    NodeEvent,
     OpenCommand,
     ProducerRate,
     ProducerUp,
@@ -69,8 +69,8 @@ class Watcher:
     def __init__(
         self,
         engine: Engine,
-        transfer: TransferThread[ConsumerCommand, ConsumerEvent],
-        events: "asyncio.Queue[tuple[float, ConsumerEvent]]",
+        transfer: TransferThread[ConsumerCommand],
+        events: "asyncio.Queue[tuple[float, NodeEvent]]",
         producer: ProducerUp,
     ) -> None:
         self._engine = engine
@@ -102,7 +102,7 @@ class Watcher:
             at[type(event)] = when
             match event:
                 case FirstTokenEvent():
-                    token = event.token
+                    token = event.output.token
                 case HandoffAdmitted() | CompletedEvent() | ProducerRate():
                     pass
                 case ReadsEndedEvent():
@@ -124,7 +124,7 @@ async def watching(
     engine = build(engine_config)
     engine.pool.tensor.zero_()  # causes the page faults before the measurement
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[tuple[float, ConsumerEvent]] = asyncio.Queue()
+    events: asyncio.Queue[tuple[float, NodeEvent]] = asyncio.Queue()
     front_socket, thread_socket = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(thread_socket, PairInput)
 
@@ -133,7 +133,7 @@ async def watching(
         for event in transfer.take():
             loop.call_soon_threadsafe(events.put_nowait, (now, event))
 
-    transfer: TransferThread[ConsumerCommand, ConsumerEvent] = TransferThread(
+    transfer: TransferThread[ConsumerCommand] = TransferThread(
         frames,
         lambda outlet, wake: _consumer(engine, transfer_config, outlet, wake),
         engine_late_s=lambda: 0.0,
@@ -160,13 +160,13 @@ async def watching(
 def _consumer(
     engine: Engine,
     config: TransferConfig,
-    outlet: EventOutlet[ConsumerEvent],
+    outlet: EventOutlet,
     wake: Callable[[], None],
 ) -> ConsumerSide:
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
     tables = shape.layout.tables
-    fingerprint, regions = engine.fingerprint, (region_of(kv),)
+    fingerprint, regions = engine.fingerprint, (kv.region,)
     hello = PairHello.of(INSTANCE, "bench", fingerprint, regions, tables.state_pages)
     backends = data_paths.backends(config, tls=False)
     return ConsumerSide(

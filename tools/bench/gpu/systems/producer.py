@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
-from kvtransfer.backends.base import PagePool, PageProducer, RemotePool, TransferBackend
+from kvtransfer.backends.base import PagePool, PageProducer, PoolRegion, TransferBackend
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from tools.bench.support.record import ROOT
@@ -58,7 +58,7 @@ def pool_of(pages: Tensor) -> PagePool:
 class ProducerProcess:
     """A running producer's process, made by `producer_process`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: RemotePool):
+    def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: PoolRegion):
         self._process = process
         self.served = served
         self.remote = remote
@@ -88,7 +88,7 @@ def producer_process(
         if not line:
             raise RuntimeError(f"the producer's process ended with {process.wait(10)}")
         served = msgspec.json.decode(line, type=Served)
-        yield ProducerProcess(process, served, RemotePool(served.base, page_bytes, num_pages))
+        yield ProducerProcess(process, served, PoolRegion(served.base, page_bytes, num_pages))
     process.wait(10)
 
 
