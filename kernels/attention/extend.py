@@ -152,7 +152,7 @@ def _tile(
     older = device.OLDER_TRITON
     if head_dim > LONGEST_HEAD:
         if element_size == 2 and not widened and architecture // 10 == 9:
-            return AttentionTile(64, 32, 8, 3, 8) if older else AttentionTile(64, 64, 8, 2, 8)
+            return AttentionTile(64, 64, 8, 2, 8)
         rows = 32 // element_size if widened else 64 // element_size
         return AttentionTile(rows, rows, 8, 3, slack=0)
     if element_size > 2:

@@ -346,7 +346,7 @@ def latents_as_heads(latents: Tensor, num_heads: int) -> Tensor:
     if latents.element_size() != 2 or device.batch_invariant():
         most = LATENT_HEADS // 2
     else:
-        wide = device.architecture() // 10 == 9 and not device.OLDER_TRITON
+        wide = device.architecture() // 10 == 9
         most = WIDE_LATENT_HEADS if wide else LATENT_HEADS
     sharing = max(size for size in range(1, most + 1) if num_heads % size == 0)
     return latents.expand(-1, num_heads // sharing, 2, -1, -1)

@@ -218,7 +218,8 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
         if element_size == 2 and device.shared_bytes() >= MUCH_SHARED_BYTES:
             slack = 8 if lanes >= MOST_LANES else 0
             return SplitTile(keys=64, warps=8, stages=2, slack=slack)
-        return SplitTile(keys=64 // held, warps=8)
+        # One program fits. Without a limit, registers spill to make room for a second one.
+        return SplitTile(keys=64 // held, warps=8, registers=255)
     keys = 64 if head_dim * held <= 256 else 32
     wide = element_size > 2 and head_dim >= WIDEST_HEAD and not single
     many = lanes >= MOST_LANES or (lanes > LEAST_LANES and not single)

@@ -136,6 +136,7 @@ def attend_tiles(
     # do not change between tiles are not kept.
     WIDE: tl.constexpr = V_STRIDE == 0 and q.shape[0] >= 64
     BY_PAGE: tl.constexpr = WIDE and PAGE_SIZE < BLOCK_N
+    STRIDES: tl.constexpr = PAGE_STRIDE | TOKEN_STRIDE | 16
     # Before Triton 3.9, prompts with wide heads, or with a few pages per tile, need them too.
     CROWDED: tl.constexpr = BLOCK_D > 128 or (PAGE_SIZE > 16 and PAGE_SIZE < BLOCK_N)
     FEW_REGISTERS: tl.constexpr = WIDE or (OLDER_TRITON and q.shape[0] >= 128 and CROWDED)
@@ -151,7 +152,8 @@ def attend_tiles(
         if BY_PAGE:
             places = tl.arange(0, PAGE_SIZE) * TOKEN_STRIDE
             offsets = (pages.to(tl.int64) * PAGE_STRIDE)[:, None] + places[None, :]
-            offsets = tl.reshape(offsets, [BLOCK_N])
+            # Triton 3.7 loses the alignment in a reshape, and would load two bytes at a time.
+            offsets = tl.multiple_of(tl.reshape(offsets, [BLOCK_N]), [STRIDES & -STRIDES])
         else:
             offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
         following = start + BLOCK_N
@@ -172,13 +174,16 @@ def attend_tiles(
         k, v = k.to(q.dtype), _widened(v, q.dtype, q.shape[0])
         if WIDE:
             # Both conditions are always true. Without them, Triton sees that another product
-            # follows, and computes all scores in each group of four warps.
+            # follows, and computes all scores in each group of four warps. With a constant in place
+            # of the last product, Triton 3.7 exchanges scores between warps, as in `_rounded`.
             scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
             if start < last:
                 scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
             k_rest = tl.trans(k_rest.to(q.dtype))
             if first < last:
                 scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+            else:
+                scores = tl.dot(q_rest, k_rest, input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if REST:

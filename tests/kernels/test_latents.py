@@ -46,17 +46,9 @@ def test_one_program_may_have_many_heads(
     monkeypatch, by_kernels, heads, dtype, tolerance, page_size
 ):
     """Chunks and decode rows over complete and partial tiles, and with several pages in a tile."""
-    monkeypatch.setattr(device, "OLDER_TRITON", False)
     case = Case([*ROWS, (1, 200)], **SHAPE | {"heads": heads}, dtype=dtype, page_size=page_size)
     assert paged.latents_as_heads(case.kv, heads).shape[1] == 1
     case.check(atol=tolerance, rtol=tolerance)
-
-
-def test_with_an_older_compiler_half_as_many_heads_share_a_program(monkeypatch, by_kernels):
-    monkeypatch.setattr(device, "OLDER_TRITON", True)
-    case = Case(ROWS, **SHAPE | {"heads": 64}, dtype=torch.bfloat16)
-    assert paged.latents_as_heads(case.kv, 64).shape[1] == 2
-    case.check(atol=2e-2, rtol=2e-2)
 
 
 def test_heads_are_divided_among_programs(monkeypatch, by_kernels):

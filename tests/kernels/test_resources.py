@@ -103,15 +103,15 @@ def _run(
     )
 
 
-# On sm_90 all launches of one model, with one page size, and attention with and without early
-# start. Also parts of models, as ranks have them. On other architectures only the kernels of the
-# layer with early start that compile fast. For the architectures with the least shared memory, the
-# kernels of latents, which need most of it.
+# On sm_90 what one model launches: with one size of pages, and of attention with and without early
+# starts one. Also what parts of models launch, as ranks have them. Elsewhere, of the layer that
+# starts early, the kernels that compile fast. Where blocks have the least shared memory and where
+# programs have most heads, attention over latents, which wants most of it.
 FEW = (
     "sm_90 llama3-8b (?!.*(fp8_| page (64|128|16 (decode|mixed) )))"
     "|sm_90 .*-tp[28] "
     "|sm_(80|100) .* early _(rope_and_store|add_rms_norm|act_and_mul)_"
-    "|sm_(86|89|120) deepseek-v3 bfloat16 latents _(extend|split)_"
+    "|sm_(86|89|90|120) deepseek-v3 bfloat16 latents _(extend|split)_"
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
