@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,23 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def show(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print all fields of rows for people, under their names. Floats have four digits."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    cells = [{f"c{i}": row.get(name, "") for i, name in enumerate(names)} for row in flat]
+    table(cells, {name: f"{{c{i}}}" for i, name in enumerate(names)})
+
+
+def _flat(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a row, and those of the objects in it."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
