@@ -20,7 +20,6 @@ from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
 from engine.ranks import ExpertPart
-from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices
 
 
@@ -133,18 +132,10 @@ class RandomWeights(BlockWeights):
     num_bytes: list[int] = field(default_factory=list)
 
     def by_head(self, weights: Tensor) -> HeadMatrices:
-        return HeadMatrices.of(weights)
+        raise NotImplementedError("no model of this benchmark has latents")
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> StackedLinear:
-        count, hidden, inner = len(part.experts), shape.hidden, part.inner
-        return StackedLinear(
-            shape.gate,
-            ExpertMatrices(self._draw((count, 2 * len(inner), hidden), 0.0, hidden**-0.5)),
-            ExpertMatrices(self._draw((count, hidden, len(inner)), 0.0, len(inner) ** -0.5)),
-        )
-
-    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+        raise NotImplementedError("no model of this benchmark has experts")
 
     def scale(self, name: str) -> float:
         return 1.0
@@ -169,11 +160,8 @@ class RandomWeights(BlockWeights):
     def _product(self, parts: Mapping[str, MatrixPart], biases: Sequence[Tensor]) -> Linear:
         count = sum(part.rows for part in parts.values())
         columns = next(iter(parts.values())).columns
-        bias = self._own(torch.cat([*biases])) if biases else None
+        bias = torch.cat([*biases]) if biases else None
         return DenseLinear(self._draw((count, columns), 0.0, columns**-0.5), bias)
-
-    def _own(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return tensor.to(dtype or self.dtype)
 
     def _draw(self, shape: tuple[int, ...], mean: float, deviation: float) -> Tensor:
         drawn = torch.empty(shape, dtype=self.drawn, device=self.device).normal_(mean, deviation)
