@@ -31,7 +31,7 @@ from kvtransfer.backends.tcp.wire import FrameKind
 from tests.engine.traffic import Traffic
 from tests.support.device_twin import DeviceTwin
 from tests.support.steps import Steps
-from tools.bench.resources.compilation import Launch, recorded
+from tools.bench.resources.compilation import KernelLaunch, recorded
 
 ARCH = 90
 NUM_SLOTS = 9
@@ -83,7 +83,7 @@ def copy_pages(memory: StagedMemory, page_bytes: int) -> None:
 def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
     with mock.patch.object(onednn, "packs_bfloat16", return_value=False):  # matrices as on a GPU
         model = load(Path(checkpoint), torch.device("cpu"), getattr(torch, dtype))
-    launches: dict[Launch, None]
+    launches: dict[KernelLaunch, None]
     with (
         recorded(ARCH) as launches,
         mock.patch.object(forward, "upload", packed),

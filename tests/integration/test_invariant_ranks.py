@@ -8,15 +8,20 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster
-from tools.bench.bits.requests import Request, Response, respond
+from tools.bench.bits.requests import ComparedRequest, ComparedResponse, respond
 
 pytestmark = pytest.mark.slow
 COMMON = ("--engine.batch-invariant", "--engine.parallel.tp=2", "--engine.threads=1")
 
 
 async def responses(
-    model: Path, logs: Path, requests: list[Request], *flags: str, together: bool, num_prefill: int
-) -> list[Response]:
+    model: Path,
+    logs: Path,
+    requests: list[ComparedRequest],
+    *flags: str,
+    together: bool,
+    num_prefill: int,
+) -> list[ComparedResponse]:
     """Return the responses of a system, to requests one by one or all at once."""
     async with Cluster(
         model,
@@ -43,7 +48,7 @@ async def responses(
 async def test_two_ranks_give_the_same_bits_in_any_batch(tmp_path, family, dtype):
     model = make_checkpoint(tmp_path / "model", family)
     draw = Random(3)
-    requests = [Request.of(draw, [""]) for _ in range(5)]
+    requests = [ComparedRequest.of(draw, [""]) for _ in range(5)]
     alone, beside = [
         await responses(
             model,

@@ -12,7 +12,7 @@ from kernels.attention import extend, paged, split_plan
 from kernels.attention.extend import AttentionTile
 from tests.kernels.attention_case import Case
 from tests.kernels.conftest import DEVICE
-from tools.bench.gpu.operations.equal_queries import AttentionShape, Prompt, compare
+from tools.bench.gpu.operations.equal_queries import AttentionShape, KeysAndQueries, compare
 from tools.bench.gpu.operations.equal_rows import as_bits
 
 LONG = pytest.mark.long
@@ -27,7 +27,7 @@ def _segments(by_kernels, monkeypatch):
 
 
 def prompt_of(length, dtype=torch.float32, **shape):
-    return Prompt(length, AttentionShape(**shape), dtype, DEVICE)
+    return KeysAndQueries(length, AttentionShape(**shape), dtype, DEVICE)
 
 
 def differing(prompt, seed=0, **options):

@@ -83,7 +83,7 @@ def launch_long(count):
 
 
 budgets.FILE = Path(__file__).with_name("budgets.json")
-variants.serving = lambda arch, every: [
+variants.serving = lambda arch: [
     variants.Variant("odd", launch),
     variants.Variant("llama3-8b bfloat16 short", launch_long),
     variants.Variant("llama3-8b bfloat16 new", launch_long),

@@ -38,13 +38,6 @@ GPU_SHAPES = tuple((rows, 8192) for rows in (1, 16, 64, 256, 2048))
 GPU_CALLS = 50  # calls in one run, and in a graph
 WARM_UP = 100
 TIMEOUT_S = 60.0
-COLUMNS = {
-    "all-reduce": "{collective}",
-    "shape": "{shape}",
-    "KiB": "{kib:.0f}",
-    "min us": "{min_us:.1f}",
-    "p50 us": "{p50_us:.1f}",
-}
 
 
 def measure(kind: str, size: int, calls: int) -> list[dict[str, Any]]:
@@ -53,24 +46,24 @@ def measure(kind: str, size: int, calls: int) -> list[dict[str, Any]]:
     os.truncate(memory, memory_bytes(size))
     with contextlib.ExitStack() as stack:
         store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
-        programs, sockets = [], []
+        processes, sockets = [], []
         for rank in range(size):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             place = [kind, str(rank), str(size), str(store), str(calls), str(theirs.fileno())]
             command = [sys.executable, "-m", "tools.bench.collectives", "--rank", *place]
             pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             with theirs:
-                program = subprocess.Popen(command, stdout=pipe, pass_fds=[theirs.fileno()])
-            programs.append(stack.enter_context(program))
+                process = subprocess.Popen(command, stdout=pipe, pass_fds=[theirs.fileno()])
+            processes.append(stack.enter_context(process))
             sockets.append(stack.enter_context(ours))
-        pidfds = [os.pidfd_open(program.pid) for program in programs]
+        pidfds = [os.pidfd_open(process.pid) for process in processes]
         for rank, ours in enumerate(sockets):
-            others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
+            others = pidfds[:rank] + pidfds[rank + 1 :]
             socket.send_fds(ours, [b"descriptors"], [memory, *others])
         for file in (memory, *pidfds):
             os.close(file)
-        output, _ = programs[0].communicate()
-        if failed := [rank for rank, program in enumerate(programs) if program.wait()]:
+        output, _ = processes[0].communicate()
+        if failed := [rank for rank, process in enumerate(processes) if process.wait()]:
             raise SystemExit(f"ranks {failed} failed")
     rows: list[dict[str, Any]] = json.loads(output)
     return rows
@@ -112,32 +105,23 @@ def _on_gpu(group: Group, rank: int, size: int) -> list[dict[str, Any]]:
         if not bool((group.all_reduce(x.clone()) == sum(range(size))).all()):
             raise SystemExit(f"the sum of {shape} is wrong")
         zeros = torch.zeros_like(x)  # zeros, whose sums stay finite
-        ways: dict[str, Callable[[], object]] = {
-            "nccl": _repeated(partial(group.all_reduce, zeros)),
-            "nccl, in a graph": _graph(_repeated(partial(group.all_reduce, zeros))),
-        }
+        calls = partial(_repeat, partial(group.all_reduce, zeros))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            calls()
+        ways: dict[str, Callable[[], object]] = {"nccl": calls, "nccl, in a graph": graph.replay}
         if rank == 0:
             there = torch.empty_like(x, device=torch.device("cuda", 1))
-            ways["a copy"] = _repeated(partial(there.copy_, x))
+            ways["a copy"] = partial(_repeat, partial(there.copy_, x))
         for what, work in ways.items():
             times = _times(work, 5, partial(torch.cuda.synchronize, device))
             rows.append(_row(what, x, [each / GPU_CALLS for each in times]))
     return rows
 
 
-def _repeated(call: Callable[[], object]) -> Callable[[], object]:
-    def work() -> None:
-        for _ in range(GPU_CALLS):
-            call()
-
-    return work
-
-
-def _graph(work: Callable[[], object]) -> Callable[[], object]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph.replay
+def _repeat(call: Callable[[], object]) -> None:
+    for _ in range(GPU_CALLS):
+        call()
 
 
 def _times(
@@ -174,7 +158,7 @@ def main() -> None:
         raise SystemExit(f"{arguments.ranks} ranks need as many CUDA devices")
     kinds = ("nccl",) if arguments.gpu else ("shm", "gloo")
     rows = [row for kind in kinds for row in measure(kind, arguments.ranks, arguments.calls)]
-    record.table(rows, COLUMNS)
+    record.show(rows)
     record.emit("collectives", {"ranks": arguments.ranks, "calls": arguments.calls}, rows)
 
 

@@ -20,7 +20,6 @@ work only makes them longer.
 import argparse
 import contextlib
 import itertools
-import math
 import socket
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -66,6 +65,7 @@ from tests.support.specs import make_request
 from tools.bench.support import record
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, kept
 
+Rows: TypeAlias = list[dict[str, Any]]
 PROMPT_TOKENS = 64
 _READY_S = 60.0
 _GROUP_ROWS = 8
@@ -136,17 +136,15 @@ def _requests(rows: int, steps: int, added: int) -> list[Request]:
     return made
 
 
-def steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    model = _model(options)
-    best: dict[tuple[str, int], float] = {}
+def steps(options: argparse.Namespace) -> Rows:
+    model, best = _model(options), _Best()
     for _ in range(options.rounds):
         for kind, (ranks, threads) in KINDS.items():
             decoding = _Decoding(model, ranks, threads, max(options.rows))
             for rows in options.rows:
-                found = decoding.shortest_step_s(rows, options.steps)
-                best[kind, rows] = min(found, best.get((kind, rows), found))
+                best.note((kind, rows), decoding.shortest_step_s(rows, options.steps))
             decoding.engine.close()
-    lines = [
+    return [
         {
             "rows": rows,
             "kind": kind,
@@ -157,19 +155,12 @@ def steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
         for rows in options.rows
         for kind in KINDS
     ]
-    return lines, {
-        "rows": "{rows}",
-        "engine": "{kind}",
-        "step ms": "{step_ms:.2f}",
-        "to 1 thread": "{to_one:.2f}",
-        "to 2 threads": "{to_two:.2f}",
-    }
 
 
-def launch(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def launch(options: argparse.Namespace) -> Rows:
     step = _wide_step()
     block, encoder = np.empty(block_bytes(step), np.uint8), msgspec.msgpack.Encoder()
-    lines = []
+    found = []
     for count in (1, 3, 7):
         with _followers(count) as sockets:
 
@@ -179,39 +170,40 @@ def launch(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
                     each.send(header, socket.MSG_DONTWAIT)
 
             spent = [_cpu_s(send) for _ in range(options.rounds * 500)]
-        lines.append({"followers": count, "us": min(spent) * 1e6, "p50": np.median(spent) * 1e6})
-    return lines, {"followers": "{followers}", "us, minimum": "{us:.0f}", "us, p50": "{p50:.0f}"}
+        found.append({"followers": count, **_us(spent)})
+    return found
 
 
-def memory(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _us(seconds: Sequence[float]) -> dict[str, float]:
+    return {"us": min(seconds) * 1e6, "p50": float(np.median(seconds)) * 1e6}
+
+
+def memory(options: argparse.Namespace) -> Rows:
     servable = open_checkpoint(_model(options))
 
     def num_bytes(share: Share) -> int:
         return servable.weight_bytes(LoadTarget(torch.device("cpu"), torch.float32, share=share))
 
     whole = num_bytes(Share())
-    lines = [
+    return [
         {"rank": f"{rank} of {size}", "mib": own / (1 << 20), "over": own * size / whole - 1}
         for size in (2, 4)
         for rank in range(size)
         for own in [num_bytes(Share(rank, size))]
     ]
-    return lines, {"rank": "{rank}", "MiB": "{mib:.1f}", "over 1/tp": "{over:+.2%}"}
 
 
-def start(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    model = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL)
-    best: dict[int, float] = {}
+def start(options: argparse.Namespace) -> Rows:
+    model, best = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL), _Best()
     for _, ranks in itertools.product(range(options.rounds), (1, 2, 4)):
-        best[ranks] = min(_ready_s(model, ranks), best.get(ranks, math.inf))
-    lines = [{"ranks": n, "s": best[n], "to_one": best[n] / best[1]} for n in best]
-    return lines, {"ranks": "{ranks}", "s": "{s:.2f}", "to one rank": "{to_one:.2f}"}
+        best.note(ranks, _ready_s(model, ranks))
+    return [{"ranks": n, "s": seconds, "to_one": seconds / best[1]} for n, seconds in best.items()]
 
 
-def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def ready(options: argparse.Namespace) -> Rows:
     """Measure real follower processes, with the pages of 512 tokens."""
     model = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL)
-    pages, lines = np.arange(32, dtype=np.int32).tobytes(), []
+    pages, found = np.arange(32, dtype=np.int32).tobytes(), []
     for tp in (2, 4):
         engine = _Decoding(model, tp, 1, 2).engine
         transfer = TransferConfig(backend="tcp").model_dump_json().encode()
@@ -224,24 +216,24 @@ def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
             engine.ask_followers(publish).result(_READY_S)
             spent.append(time.perf_counter() - begun)
         engine.close()
-        lines.append({"ranks": tp, "us": min(spent) * 1e6, "p50": np.median(spent) * 1e6})
-    return lines, {"ranks": "{ranks}", "us, minimum": "{us:.0f}", "us, p50": "{p50:.0f}"}
+        found.append({"ranks": tp, **_us(spent)})
+    return found
 
 
-def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def groups(options: argparse.Namespace) -> Rows:
     """Compare groups of two nodes with two separate nodes on the same cores."""
-    best: dict[tuple[str, int], float] = {}
+    best = _Best()
     with tempfile.TemporaryDirectory() as root:
         model = make_checkpoint(Path(root) / "model", "qwen3_moe", **_MOE)
         for number, busy in itertools.product(range(options.rounds), (2, 1)):
             alone = [_Decoding(model, 1, 1, _GROUP_ROWS) for _ in range(busy)]
-            spent = _elapsed_s([partial(each.run, _GROUP_ROWS, options.steps) for each in alone])
+            works = [partial(each.run, _GROUP_ROWS, options.steps) for each in alone]
+            best.note(("alone", busy), _elapsed_s(works))
             for each in alone:
                 each.engine.close()
-            best["alone", busy] = min(spent, best.get(("alone", busy), spent))
-            spent = _group_s(model, Path(root) / f"group-{number}-{busy}", busy, options.steps)
-            best["group", busy] = min(spent, best.get(("group", busy), spent))
-    lines = [
+            directory = Path(root) / f"group-{number}-{busy}"
+            best.note(("group", busy), _group_s(model, directory, busy, options.steps))
+    return [
         {
             "kind": kind,
             "busy": busy,
@@ -250,12 +242,13 @@ def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str,
         }
         for (kind, busy), seconds in best.items()
     ]
-    return lines, {
-        "nodes": "{kind}",
-        "busy": "{busy}",
-        "tokens/s": "{rate:.0f}",
-        "to nodes alone": "{of_alone:.2f}",
-    }
+
+
+class _Best(dict[Any, float]):
+    """The least of the noted values of each key."""
+
+    def note(self, key: object, value: float) -> None:
+        self[key] = min(value, self.get(key, value))
 
 
 def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
@@ -278,14 +271,7 @@ def _elapsed_s(works: Sequence[Callable[[], None]]) -> float:
     return time.perf_counter() - begun
 
 
-PARTS = {
-    "steps": steps,
-    "launch": launch,
-    "memory": memory,
-    "start": start,
-    "ready": ready,
-    "groups": groups,
-}
+PARTS = {each.__name__: each for each in (steps, launch, memory, start, ready, groups)}
 
 
 def _model(options: argparse.Namespace) -> Path:
@@ -375,10 +361,10 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     options = parser.parse_args()
     for part in options.parts:
-        lines, columns = PARTS[part](options)
-        record.table(lines, columns)
+        rows = PARTS[part](options)
+        record.show(rows)
         config = {"part": part, "small": options.small, "rounds": options.rounds}
-        record.emit("ranks", config, lines)
+        record.emit("ranks", config, rows)
 
 
 if __name__ == "__main__":

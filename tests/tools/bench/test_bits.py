@@ -6,7 +6,7 @@ from random import Random
 from common.config import DecodeConfig
 from common.settings import read
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
-from tools.bench.bits.requests import Response
+from tools.bench.bits.requests import ComparedResponse
 
 LLAMA = ComparedKind("llama", "float32")
 SYSTEMS = [Circumstances.of_a_system(Random(number), LLAMA) for number in range(40)]
@@ -31,8 +31,11 @@ def test_every_circumstance_is_drawn_and_can_be_removed():
 
 
 def test_one_bit_is_a_difference():
-    response = Response((1, 2, 3), b"\x00\x01", 0, True)
+    response = ComparedResponse((1, 2, 3), b"\x00\x01", 0, True)
     assert response.difference(response) == ""
-    assert response.difference(Response((1, 2, 3), b"\x00\x00", 5, True)) == "log-probabilities"
-    assert response.difference(Response((1, 7, 3), b"", 0, True)) == "tokens from 1 on"
-    assert response.difference(Response((1, 2), b"", 0, True)) == "tokens from the end on"
+    assert (
+        response.difference(ComparedResponse((1, 2, 3), b"\x00\x00", 5, True))
+        == "log-probabilities"
+    )
+    assert response.difference(ComparedResponse((1, 7, 3), b"", 0, True)) == "tokens from 1 on"
+    assert response.difference(ComparedResponse((1, 2), b"", 0, True)) == "tokens from the end on"

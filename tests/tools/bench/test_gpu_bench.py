@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from kernels.backends.package import Package
 from tests.support import optional_packages
 from tests.support.programs import runs
 from tools.bench.gpu import goals
-from tools.bench.gpu.ops import Op, measure_package
-from tools.bench.gpu.ops import measure as measure_ops
+from tools.bench.gpu.operation import Op, difference, measure_ops, measure_package
 from tools.bench.gpu.parts import PARTS, attention, kernels
-from tools.bench.gpu.setting import Ceilings, Setting
+from tools.bench.gpu.setting import Floor, Setting
 
+CEILINGS = dict.fromkeys(("copy", "read", "matmul"), 1.0)
 NOT_ON_A_CPU = {"nodes of a CUDA graph", "flashinfer", "fla"}
 
 
@@ -86,53 +87,50 @@ def test_responses_are_the_same_for_every_system(dry_run):
 
 @long
 def test_every_goal_has_its_row(dry_run):
-    as_large = {
-        "model": "Llama-3-8B",
-        "context": 1024,
-        "tokens": 8192,
-        "case": "decode 64 x 8192",
-        "heads": "32/8x128",
-    }
+    as_large = {"model": "Llama-3-8B", "context": 1024, "tokens": 8192}
     rows = []
     for row in rows_of(dry_run[1]):
         large = row | {name: value for name, value in as_large.items() if name in row}
+        if row["table"] == "decode":
+            large["shape"] = "64 x 8192, 32/8x128"
         if "batch" in row:
             large["batch"] = 1 if row["batch"] == 1 and row["table"] == "steps" else 64
-        rows.append((large.pop("part"), large))
+        rows.append(large)
     assert all(goal["measured"] is not None for goal in goals.reached(rows))
 
 
 def test_an_operation_with_a_wrong_result_is_not_timed():
-    def op(name, error):
-        def call():
-            timed.append(name)
-
+    def op(name, found):
         return Op(
             name=name,
             shape="",
-            call=call,
-            error=lambda: error,
+            call=lambda: timed.append(name) or torch.tensor([found]),
+            floor=Floor("copy", 1.0),
+            compare=lambda result: [(result, torch.tensor([1.0]))],
             tolerance=0.1,
-            ceiling="copy",
-            amount=1.0,
         )
 
     def breaks():
         raise ValueError("no such shape")
 
     timed: list[str] = []
-    setting = Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
-    errors = {"right": 0.05, "wrong": 0.2, "not a number": torch.nan}
-    makes = [lambda name=name, error=error: op(name, error) for name, error in errors.items()]
-    broken = [lambda: Op("broken", "", breaks, lambda: 0.0, 0.1, "copy", 1.0)]
-    rows = list(measure_ops(setting, makes + broken, "table"))
+    setting = Setting.make(CEILINGS, dry=True)
+    results = {"right": 1.05, "wrong": 1.2, "not a number": torch.nan}
+    makes = [partial(op, name, found) for name, found in results.items()]
+    broken = partial(Op, "broken", "", breaks, Floor("copy", 1.0), lambda result: [])
+    rows = list(measure_ops(setting, [*makes, broken], "table"))
     assert [row["table"] for row in rows] == ["table", "notes", "notes", "notes"]
-    assert set(timed) == {"right"}
+    assert sorted(timed) == ["not a number", "right", "right", "wrong"], "one call is the check"
     assert "no such shape" in rows[-1]["note"]
 
 
+def test_integers_must_be_equal():
+    found, exact = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])
+    assert difference(found, exact) == 0.25 and difference(exact, exact) == 0.0
+
+
 def test_operations_of_installed_packages_are_measured(monkeypatch):
-    setting = Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
+    setting = Setting.make(CEILINGS, dry=True)
     tables = {"flashinfer": attention.flashinfer_ops, "fla": kernels.fla_ops}
     for name, ops in tables.items():
         (missing,) = measure_package(setting, ops, name)
@@ -152,11 +150,11 @@ def test_operations_of_installed_packages_are_measured(monkeypatch):
 FRAME = textwrap.dedent(
     """
     import json, os, subprocess, sys, time, types
-    from tools.bench.gpu.frame import Part, run
+    from tools.bench.gpu.process import Part, run
 
     def part(name, measure):
         module = types.ModuleType(f"tools.bench.gpu.parts.{name}")
-        module.TABLES, module.measure = {}, measure
+        module.measure = measure
         sys.modules[module.__name__] = module
         return Part(name, "", 1.0)
 

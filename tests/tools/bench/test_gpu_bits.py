@@ -14,10 +14,10 @@ from kernels.experts import grouped_mlp
 from kernels.layers import linear, quantised_linear
 from kernels.layers.quantised_linear import ProductTile
 from tests.support import interpreter
-from tools.bench.gpu.frame import guarded
 from tools.bench.gpu.operations import equal_rows
 from tools.bench.gpu.parts import bits
-from tools.bench.gpu.setting import Ceilings, Setting
+from tools.bench.gpu.process import guarded
+from tools.bench.gpu.setting import Setting
 
 GPU = torch.device("cuda", 0)
 MOVES = "moves numbers and computes none"
@@ -44,7 +44,7 @@ def setting(monkeypatch):
     interpreter.patch_language_once()
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     device.use_batch_invariant(True)
-    yield Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
+    yield Setting.make({}, dry=True)
     device.use_batch_invariant(False)
 
 

@@ -23,7 +23,7 @@ from random import Random
 import uvloop
 
 from tools.bench.bits.circumstances import MODELS, Circumstances, ComparedKind
-from tools.bench.bits.systems import EVENTS, ComparedModel, Pair, Tally
+from tools.bench.bits.systems import EVENTS, ComparedModel, ComparedPair, Tally
 from tools.bench.support import record
 
 _ROUNDS = 6  # rounds of a system
@@ -53,19 +53,11 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="baton-bits-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(
-            run(
-                Path(directory),
-                Random(seed),
-                options.pairs,
-                tally,
-                kinds=kinds,
-                explains=not options.first,
-            )
-        )
+        found = run(Path(directory), Random(seed), options.pairs, tally, kinds, not options.first)
+        runner.run(found)
     record.say(f"{len(tally.pairs)} pairs, {len(tally.differing)} differ")
     rows = [{"event": name, "count": count} for name, count in sorted(tally.events.items())]
-    record.table(rows, {"event": "{event}", "count": "{count}"})
+    record.show(rows)
     differing = len(tally.differing)
     record.emit("bits", {"pairs": options.pairs, "seed": seed}, rows, differing=differing)
     missing = [event for event in EVENTS if tally.events[event] < _OFTEN]
@@ -79,9 +71,8 @@ async def run(
     draw: Random,
     num_pairs: int,
     tally: Tally,
-    *,
-    kinds: Sequence[ComparedKind] = MODELS,
-    explains: bool = True,
+    kinds: Sequence[ComparedKind],
+    explains: bool,
 ) -> None:
     """Compare pairs until there are `num_pairs`, and report each system.
 
@@ -112,7 +103,7 @@ async def run(
                 await _explain(model, pair)
 
 
-async def _explain(model: ComparedModel, pair: Pair) -> None:
+async def _explain(model: ComparedModel, pair: ComparedPair) -> None:
     """Print the circumstances that suffice for a difference."""
     around = pair.around
     for name in around.differing:

@@ -33,54 +33,36 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+_INNER = {"intermediate_size": 2304}
+_HEADS = {"num_key_value_heads": 4, "head_dim": 64}
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 384}
+# Attention of DeepSeek-V2-Lite, with 12 heads.
+_LATENTS = {"num_key_value_heads": 12, "q_lora_rank": None, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+_DELTA_NET = {"linear_num_key_heads": 6, "linear_num_value_heads": 12,
+              "linear_key_head_dim": 64, "linear_value_head_dim": 64}  # fmt: skip
 MODELS: Mapping[str, dict[str, Any]] = {
     # 0.11 billion parameters.
-    "dense": {
-        **_COMMON,
-        "architecture": "qwen3",
-        "intermediate_size": 2304,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
+    "dense": {"architecture": "qwen3", **_INNER, **_HEADS},
     # 0.20 billion parameters, of which a token uses 0.07.
     "moe": {
-        **_COMMON,
-        **_EXPERTS,
         "architecture": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "head_dim": 64,
+        **_HEADS,
+        **_EXPERTS,
         "num_experts": 16,
         "norm_topk_prob": True,
     },
-    # Attention of DeepSeek-V2-Lite, with 12 heads.
     "latents": {
-        **_COMMON,
-        **_EXPERTS,
         "architecture": "deepseek_v3",
-        "intermediate_size": 2304,
-        "num_key_value_heads": 12,
+        **_INNER,
+        **_LATENTS,
+        **_EXPERTS,
         "n_routed_experts": 16,
         "n_group": 1,
         "topk_group": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
     },
     # Three of four layers are delta nets.
-    "hybrid": {
-        **_COMMON,
-        "architecture": "qwen3_5_text",
-        "intermediate_size": 2304,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "linear_num_key_heads": 6,
-        "linear_num_value_heads": 12,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    },
+    "hybrid": {"architecture": "qwen3_5_text", **_INNER, **_HEADS, **_DELTA_NET},
 }
 _TOKENS = 48
 _PROMPT_TOKENS = 64
@@ -98,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for name in [options.only] if options.only else MODELS:
-            model = kept(options.models, name, torch.bfloat16, MODELS[name])
+            model = kept(options.models, name, torch.bfloat16, _COMMON | MODELS[name])
             runner.run(_compare(name, model, options.rounds))
     return 0
 
@@ -115,9 +97,7 @@ async def _compare(name: str, model: Path, rounds: int) -> None:
         for on in [least[measure, "on"]]
     ]
     record.say(f"{name}, 2 x {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
-    record.table(
-        rows, {"measure": "{measure}", "off": "{off:.2f}", "on": "{on:.2f}", "ratio": "{ratio:.2f}"}
-    )
+    record.show(rows)
     record.emit("bits-cost", {"model": name, "rounds": rounds}, rows)
 
 
@@ -157,13 +137,8 @@ async def _asked(
     system: System, client: Client, streams: int, prompt_tokens: int, tokens: int, seed: int
 ) -> tuple[Mapping[str, Any], float]:
     """Return the summary of one request per stream, and the CPU time of the servers in ms."""
-    jobs = make_jobs(
-        streams,
-        prompt_tokens=prompt_tokens,
-        output_tokens=tokens,
-        vocabulary=8000,
-        seed=seed,
-    )
+    sizes = {"prompt_tokens": prompt_tokens, "output_tokens": tokens, "vocabulary": 8000}
+    jobs = make_jobs(streams, **sizes, seed=seed)
     before = sum((await system.cpu_seconds()).values())
     answers = await client.closed_loop(jobs, streams)
     spent = sum((await system.cpu_seconds()).values()) - before

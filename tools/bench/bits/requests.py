@@ -25,13 +25,13 @@ _WAYS: Sequence[dict[str, Any]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ComparedRequest:
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
     adapter: str = ""
 
     @classmethod
-    def of(cls, draw: Random, adapters: Sequence[str]) -> "Request":
+    def of(cls, draw: Random, adapters: Sequence[str]) -> "ComparedRequest":
         """Draw a request, with one of these adapters."""
         length = draw.choice((5, 40, 90, 200, 530))
         sampling = {**draw.choice(_WAYS), "seed": draw.getrandbits(53), "ignore_eos": True}
@@ -39,17 +39,17 @@ class Request:
         prompt = tuple(draw.choices(_TOKENS, k=length + draw.randrange(20)))
         return cls(prompt, sampling, draw.choice(adapters))
 
-    def begun(self) -> "Request":
+    def begun(self) -> "ComparedRequest":
         """Return a request with the first half of the prompt, for the prefix cache."""
         return replace(self, prompt=self.prompt[: len(self.prompt) // 2 + 1])
 
-    def next_turn(self, answer: Sequence[int], draw: Random) -> "Request":
+    def next_turn(self, answer: Sequence[int], draw: Random) -> "ComparedRequest":
         """Return a request that continues a response."""
         return replace(self, prompt=(*self.prompt, *answer, *draw.choices(_TOKENS, k=9)))
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class ComparedResponse:
     """A response.
 
     Attributes:
@@ -62,7 +62,7 @@ class Response:
     cached_tokens: int
     invariant: bool
 
-    def difference(self, other: "Response") -> str:
+    def difference(self, other: "ComparedResponse") -> str:
         """Name the first difference. Empty: all bits are equal."""
         if self.token_ids != other.token_ids:
             pairs = enumerate(zip(self.token_ids, other.token_ids, strict=False))
@@ -72,8 +72,8 @@ class Response:
 
 
 async def respond(
-    cluster: Cluster, request: Request, on_token: Callable[[int], None] = lambda count: None
-) -> Response:
+    cluster: Cluster, request: ComparedRequest, on_token: Callable[[int], None] = lambda count: None
+) -> ComparedResponse:
     """Send a request and return its response.
 
     Args:
@@ -89,7 +89,7 @@ async def respond(
             column += bits
         if tokens:
             on_token(len(tokens))
-    return Response(
+    return ComparedResponse(
         tuple(tokens),
         b"".join((prompt, *generated)),
         message.usage.cached_tokens,

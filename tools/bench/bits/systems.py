@@ -18,7 +18,7 @@ from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
 from tests.support.drafters import make_eagle, make_hybrid_mtp, make_mtp
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
-from tools.bench.bits.requests import ADAPTER, Request, Response, respond
+from tools.bench.bits.requests import ADAPTER, ComparedRequest, ComparedResponse, respond
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -55,10 +55,10 @@ EVENTS = (*_COUNTERS, "replay", "adapter", "kill decode", "kill prefill", "move"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ComparedPair:
     """A request in some circumstances, and the same request alone."""
 
-    request: Request
+    request: ComparedRequest
     around: Circumstances
     difference: str
 
@@ -71,11 +71,11 @@ class Tally:
         events: number of each kind of event, according to nodes and responses.
     """
 
-    pairs: list[Pair] = field(default_factory=list)
+    pairs: list[ComparedPair] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
 
     @property
-    def differing(self) -> list[Pair]:
+    def differing(self) -> list[ComparedPair]:
         return [pair for pair in self.pairs if pair.difference]
 
 
@@ -106,7 +106,7 @@ class ComparedModel:
             *lora,
         )
         self._number = 0
-        self._known: dict[tuple[object, ...], Response] = {}
+        self._known: dict[tuple[object, ...], ComparedResponse] = {}
         self._reference: Cluster
         self._alone = asyncio.Lock()
 
@@ -129,11 +129,11 @@ class ComparedModel:
         num_decode = 1 if not any(each.event != "none" for each in rounds) else 2
         async with self._system(system, num_decode) as cluster:
             for around in rounds:
-                requests = [Request.of(draw, self._adapters) for _ in range(_TOGETHER)]
+                requests = [ComparedRequest.of(draw, self._adapters) for _ in range(_TOGETHER)]
                 tally.pairs += await self._round(cluster, around, requests, draw, tally)
             await _count(cluster, tally)
 
-    async def differs(self, pair: Pair, around: Circumstances) -> bool:
+    async def differs(self, pair: ComparedPair, around: Circumstances) -> bool:
         """Return whether a request's response also differs in these circumstances."""
         again = Tally()
         async with self._system(around, 2) as cluster:
@@ -146,10 +146,10 @@ class ComparedModel:
         self,
         cluster: Cluster,
         around: Circumstances,
-        requests: Sequence[Request],
+        requests: Sequence[ComparedRequest],
         draw: Random,
         tally: Tally,
-    ) -> list[Pair]:
+    ) -> list[ComparedPair]:
         if around.cache == "prefix":
             await asyncio.gather(*(respond(cluster, request.begun()) for request in requests))
         elif around.cache == "turn":
@@ -159,7 +159,7 @@ class ComparedModel:
                 for request, response in zip(requests, before, strict=True)
             ]
         count = _NEIGHBOURS if around.load else 0
-        neighbours = [Request.of(draw, self._adapters) for _ in range(count)]
+        neighbours = [ComparedRequest.of(draw, self._adapters) for _ in range(count)]
         reached, token = asyncio.Event(), draw.randrange(1, 24)
         loads = [asyncio.create_task(respond(cluster, each)) for each in neighbours]
         running = [
@@ -172,15 +172,15 @@ class ComparedModel:
         tally.events[await happened] += 1
         await asyncio.gather(*loads, return_exceptions=True)
         return [
-            Pair(request, around, await self._difference(request, around, response, tally))
+            ComparedPair(request, around, await self._difference(request, around, response, tally))
             for request, response in zip(requests, responses, strict=True)
         ]
 
     async def _difference(
         self,
-        request: Request,
+        request: ComparedRequest,
         around: Circumstances,
-        response: Response | BaseException,
+        response: ComparedResponse | BaseException,
         tally: Tally,
     ) -> str:
         if isinstance(response, BaseException):

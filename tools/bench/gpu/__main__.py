@@ -13,18 +13,26 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.bench.gpu import environment
-from tools.bench.gpu.frame import Part, Report, Row, run
+from bench.facts import versions
 from tools.bench.gpu.goals import reached
 from tools.bench.gpu.parts import FIRST, PARTS
+from tools.bench.gpu.process import Part, Report, Row, run
 from tools.bench.support.record import commit, emit, machine, say
 
 BUDGET_S = 520.0
+_PACKAGES = ("torch", "triton", "transformers", "nixl", "nixl-cu12", "nixl-cu13", "grpcio", "numpy")
+_FACTS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem"
+_STATE = (
+    "clocks.sm,clocks.mem,temperature.gpu,power.draw,power.limit,memory.used,"
+    "clocks_event_reasons.active"
+)
 
 
 def main() -> None:
@@ -35,11 +43,11 @@ def main() -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    record: dict[str, Any] = {"facts": environment.facts(), "before": environment.state()}
-    for gpu in record["facts"]["gpus"]:
-        say(", ".join(f"{name} {value}" for name, value in gpu.items()))
+    facts = {"gpus": _nvidia_smi(_FACTS), "packages": versions(_PACKAGES)}
+    record: dict[str, Any] = {"facts": facts, "before": _nvidia_smi(_STATE)}
+    _say_gpus("", facts["gpus"])
     reports = _run(options, out, started)
-    record["after"] = environment.state()
+    record["after"] = _nvidia_smi(_STATE)
     _end(options, out, record, reports, time.monotonic() - started)
 
 
@@ -57,16 +65,29 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _nvidia_smi(fields: str) -> list[dict[str, str]]:
+    """Return properties of each GPU. Empty without nvidia-smi.
+
+    No library that would initialise the GPU is loaded, because this process forks others.
+    """
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    names, lines = fields.split(","), [line.split(", ") for line in done.stdout.splitlines()]
+    return [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
+
+
 def _run(options: argparse.Namespace, out: Path, started: float) -> list[Report]:
     """Run the parts. Each may also use the unused time of earlier parts."""
-    from tools.bench.gpu.setting import (  # defines kernels for the mode chosen above
-        Ceilings,
-        Setting,
-    )
+    # These define kernels for the mode chosen above.
+    from tools.bench.gpu.parts.machine import ceilings_of
+    from tools.bench.gpu.setting import Setting
 
     wanted = [part for part in PARTS if part.name in {FIRST, *options.parts}]
     per_share = options.budget_s / sum(part.share for part in wanted)
-    ceilings = Ceilings(0.0, 0.0, 0.0)
+    ceilings: dict[str, float] = {}
     reports: list[Report] = []
     due = started
     with (out / "rows.jsonl").open("w") as file:
@@ -79,15 +100,12 @@ def _run(options: argparse.Namespace, out: Path, started: float) -> list[Report]
                 file.write(json.dumps({"part": part.name, **row}) + "\n")
                 file.flush()
 
-            def make_setting(ceilings: Ceilings = ceilings) -> Setting:
-                return Setting.make(ceilings, dry=options.dry)
-
-            report = run(part, make_setting, limit_s, keep)
+            report = run(part, partial(Setting.make, ceilings, dry=options.dry), limit_s, keep)
             report.show()
             reports.append(report)
             if part.name == FIRST:
-                ceilings = Ceilings.of(report.rows)
-                if not (ceilings.copy and ceilings.read and ceilings.matmul):
+                ceilings = ceilings_of(report.rows)
+                if not all(ceilings.values()):
                     say("no ceilings, and so no shares of them: the other parts are left out")
                     break
     return reports
@@ -102,23 +120,27 @@ def _end(
 ) -> None:
     """Print the summary as the last line. record.json also contains every row."""
     parts = {r.part.name: {"status": r.status, "wall_s": r.wall_s} for r in reports}
-    goals = reached((r.part.name, row) for r in reports for row in r.rows)
+    rows = [{"part": r.part.name, **row} for r in reports for row in r.rows]
+    goals = reached(rows)
     say()
     for when in ("before", "after"):
-        for gpu in record[when]:
-            say(f"{when}: " + ", ".join(f"{name} {value}" for name, value in gpu.items()))
+        _say_gpus(f"{when}: ", record[when])
     for goal in goals:
         limit = "at least {at_least:.0%}" if goal["at_least"] else "at most {at_most:.0%}"
         measured = "not measured" if goal["measured"] is None else f"{goal['measured']:.1%}"
         say(f"{goal['goal']}: {measured}, goal {limit.format(**goal)}")
     summary = {**record, "parts": parts, "goals": goals, "wall_s": round(wall_s, 1)}
-    rows = [{"part": r.part.name, **row} for r in reports for row in r.rows]
     whole = {"commit": commit(), "machine": machine(), "config": vars(options), **summary}
     (out / "record.json").write_text(json.dumps({**whole, "rows": rows}))
     ceilings = [row for row in rows if row.get("ceiling") is not None]
     emit("gpu", vars(options), ceilings, **summary)
     if any(report.status.startswith("failed") for report in reports):
         raise SystemExit(1)
+
+
+def _say_gpus(when: str, gpus: Sequence[dict[str, str]]) -> None:
+    for gpu in gpus:
+        say(when + ", ".join(f"{name} {value}" for name, value in gpu.items()))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,7 +31,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from kernels import device
-from tools.bench.resources.sass import Code, codes_of
+from tools.bench.resources.sass import codes_of
 
 # By compute capability. Source: CUDA C++ Programming Guide, Compute Capabilities.
 _LARGE, _SMALL = 232448, 101376
@@ -48,6 +46,14 @@ _INSTRUCTIONS = {
     "cp_async": re.compile(r"\bcp\.async\.c[ag]\."),
     "dependent": re.compile(r"\bgriddepcontrol\."),
 }
+# The fields of a launch without code.
+_NUMBERS = ("compile_s", "warps", "stages", "registers", "stack_bytes", "spill_bytes")
+_NOTHING: dict[str, Any] = {
+    "digest": "",
+    **dict.fromkeys((*_NUMBERS, "shared_bytes", *_INSTRUCTIONS), 0),
+    "codes": {},
+    "accesses": {},
+}
 _ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*)\.[busf](\d+)\b")
 # Lines of the assembler's report, one of each kind for every function in a kernel.
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -55,7 +61,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """One kernel in one specialisation."""
 
     arch: int
@@ -66,46 +72,13 @@ class Launch:
     says_fusion: bool  # sets enable_fp_fusion. Otherwise Triton's default applies
     specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
 
-    def differences(self, other: "Launch") -> list[str]:
+    def differences(self, other: "KernelLaunch") -> list[str]:
         """Return the parameters that alone made Triton compile the kernel twice."""
         return [
             f"{name} ({mine} and {others})"
             for (name, mine), (_, others) in zip(self.values, other.values, strict=True)
             if mine != others
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """The resources of one launch, in bytes and counts. Most are 0 if `error` is set."""
-
-    launch: Launch
-    error: str = ""
-    seconds: float = 0.0  # CPU time of Triton and its assembler, also needed at a server's start
-    digest: str = ""  # equal for kernels with equal code
-    warps: int = 0
-    stages: int = 0
-    registers: int = 0
-    stack_bytes: int = 0
-    spill_bytes: int = 0
-    shared_bytes: int = 0
-    codes: Mapping[str, Code] = field(default_factory=dict)  # by language
-    instructions: Mapping[str, int] = field(  # in the code, by kind
-        default_factory=lambda: dict.fromkeys(_INSTRUCTIONS, 0)
-    )
-    accesses: Mapping[str, int] = field(default_factory=dict)  # the same: "ld 16", bytes per thread
-
-    @property
-    def problem(self) -> str:
-        """Return why this kernel must not be served, or ""."""
-        limit = SHARED_BYTES[self.launch.arch]
-        if self.error:
-            return f"does not compile: {self.error}"
-        if self.spill_bytes:
-            return f"spills {self.spill_bytes} bytes of registers"
-        if self.shared_bytes > limit:
-            return f"wants {self.shared_bytes} bytes of shared memory of {limit}"
-        return ""
 
 
 class AbsentDevice:
@@ -135,9 +108,9 @@ class AbsentDevice:
 
 
 @contextlib.contextmanager
-def recorded(arch: int) -> Iterator[dict[Launch, None]]:
+def recorded(arch: int) -> Iterator[dict[KernelLaunch, None]]:
     """Record the kernels of all launchers for this architecture instead of running them."""
-    launches: dict[Launch, None] = {}
+    launches: dict[KernelLaunch, None] = {}
     said: set[str] = set()
     parse = CUDABackend.parse_options
 
@@ -163,7 +136,7 @@ def recorded(arch: int) -> Iterator[dict[Launch, None]]:
             driver.set_active(None)
 
 
-def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> Launch:
+def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> KernelLaunch:
     constants, signature, attributes = info["constants"], info["signature"], info["configs"][0]
     chosen: list[object] = [json.loads(info["specialization_data"])["options"]]
     values = []
@@ -178,7 +151,7 @@ def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> L
         seen = kind if constant is None else str(constant)
         divisible = "".join(f" by {number}" for _, number in attributes.get(place, ()))
         values.append((parameter.name, seen + divisible))
-    return Launch(
+    return KernelLaunch(
         arch,
         fn.module,
         fn.name,
@@ -189,13 +162,11 @@ def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> L
     )
 
 
-def compiled(
-    launches: Iterable[Launch], workers: int, files: Path | None = None
-) -> Iterator[Compiled]:
+def compiled(launches: Iterable[KernelLaunch], workers: int) -> Iterator[dict[str, Any]]:
     """Compile launches in order, in `workers` processes and without a cache.
 
-    Args:
-        files: folder for the intermediate code of every kernel. None: discard it.
+    Yields fields of rows of `tools.bench.resources`, and the key "digest", which is equal for
+    kernels with equal code and empty without code.
     """
     context = multiprocessing.get_context("spawn")
     with (
@@ -203,10 +174,10 @@ def compiled(
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
         ProcessPoolExecutor(workers, context) as pool,
     ):
-        yield from pool.map(partial(_compiled, files=files), launches)
+        yield from pool.map(_compiled, launches)
 
 
-def _compiled(launch: Launch, files: Path | None) -> Compiled:
+def _compiled(launch: KernelLaunch) -> dict[str, Any]:
     driver.set_active(AbsentDevice(launch.arch))
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     log = io.StringIO()
@@ -218,32 +189,40 @@ def _compiled(launch: Launch, files: Path | None) -> Compiled:
         ):
             made = kernel.preload(launch.specialisation)
     except Exception as error:  # noqa: BLE001  whatever the compiler raises is the finding
-        return Compiled(launch, error=f"{type(error).__name__}: {error}")
+        return {**_NOTHING, "problem": f"does not compile: {type(error).__name__}: {error}"}
     seconds = sum(os.times()[:4]) - began
     stacks = [tuple(map(int, found)) for found in _STACK.findall(log.getvalue())]
     registers = [int(found) for found in _REGISTERS.findall(log.getvalue())]
     if not stacks or not registers:
-        return Compiled(launch, error=f"nothing is said of its registers: {log.getvalue()}")
+        problem = f"does not compile: nothing is said of its registers: {log.getvalue()}"
+        return {**_NOTHING, "problem": problem}
     ptx = made.asm["ptx"]
     code = re.sub(r"//.*|\.loc.*|\.file.*", "", ptx.partition(".section")[0])
     digest = hashlib.sha256(code.encode()).hexdigest()[:12]
-    if files is not None:
-        for kind in ("ttgir", "ptx"):
-            (files / f"{launch.kernel}-{digest}.sm_{launch.arch}.{kind}").write_text(made.asm[kind])
-    return Compiled(
-        launch,
-        seconds=round(seconds, 2),
-        digest=digest,
-        warps=made.metadata.num_warps,
-        stages=made.metadata.num_stages,
-        registers=max(registers),
-        stack_bytes=sum(stack for stack, _, _ in stacks),
-        spill_bytes=sum(stores + loads for _, stores, loads in stacks),
-        shared_bytes=made.metadata.shared,
-        codes=codes_of(made),
-        instructions={name: len(form.findall(ptx)) for name, form in _INSTRUCTIONS.items()},
-        accesses=_accesses(ptx),
-    )
+    spilled = sum(stores + loads for _, stores, loads in stacks)
+    return {
+        "digest": digest,
+        "problem": _problem(launch.arch, spilled, made.metadata.shared),
+        "compile_s": round(seconds, 2),  # CPU time, also needed at a server's start
+        "warps": made.metadata.num_warps,
+        "stages": made.metadata.num_stages,
+        "registers": max(registers),
+        "stack_bytes": sum(stack for stack, _, _ in stacks),
+        "spill_bytes": spilled,
+        "shared_bytes": made.metadata.shared,
+        "codes": codes_of(made),
+        **{name: len(form.findall(ptx)) for name, form in _INSTRUCTIONS.items()},
+        "accesses": _accesses(ptx),
+    }
+
+
+def _problem(arch: int, spilled: int, shared: int) -> str:
+    """Return why a kernel must not be served, or ""."""
+    if spilled:
+        return f"spills {spilled} bytes of registers"
+    if shared > (limit := SHARED_BYTES[arch]):
+        return f"wants {shared} bytes of shared memory of {limit}"
+    return ""
 
 
 def _accesses(ptx: str) -> dict[str, int]:

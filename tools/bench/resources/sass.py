@@ -8,8 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from triton import knobs
 
@@ -20,16 +19,16 @@ _PTX_TARGET = re.compile(r"^(?:@\S+\s+)?bra(?:\.uni)?\s+(\$\w+)")
 _PRODUCT = re.compile(r"\b(?:H|HG|UTC[A-Z]+)MMA\b|\bwgmma\.mma_async|\btcgen05\.mma|\bmma\.sync")
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    instructions: int
-    # For one iteration of the shortest loop on tensor cores, with every forward branch taken. 0
-    # without one. In attention, this is the loop over tiles that need no mask.
-    loop: int
+Code: TypeAlias = dict[str, int]
 
 
 def codes_of(made: Any) -> dict[str, Code]:
-    """Return the code by language, "sass" or "ptx". made: a kernel compiled by Triton."""
+    """Return the counts of a kernel compiled by Triton, by language, "sass" or "ptx".
+
+    "instructions" are all. "loop" is for one iteration of the shortest loop on tensor cores, with
+    every forward branch taken. 0 without one. In attention, this is the loop over tiles that need
+    no mask.
+    """
     codes = {"ptx": _code(*_ptx_lines(made.asm["ptx"]))}
     if sass := _disassembled(made.asm["cubin"]):
         codes["sass"] = _code(*_sass_lines(sass))
@@ -37,7 +36,7 @@ def codes_of(made: Any) -> dict[str, Code]:
 
 
 def _code(lines: Sequence[str], targets: Mapping[int, int]) -> Code:
-    return Code(len(lines), _loop(lines, targets))
+    return {"instructions": len(lines), "loop": _loop(lines, targets)}
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -57,11 +56,8 @@ def _sass_lines(sass: str) -> tuple[list[str], dict[int, int]]:
     found = _SASS.findall(sass)
     places = {int(address, 16): place for place, (address, _) in enumerate(found)}
     lines = [instruction for _, instruction in found]
-    targets = {}
-    for place, line in enumerate(lines):
-        if match := _SASS_TARGET.match(line):
-            targets[place] = places[int(match[1], 16)]
-    return lines, targets
+    branches = {place: _SASS_TARGET.match(line) for place, line in enumerate(lines)}
+    return lines, {place: places[int(to[1], 16)] for place, to in branches.items() if to}
 
 
 def _ptx_lines(ptx: str) -> tuple[list[str], dict[int, int]]:
@@ -73,11 +69,8 @@ def _ptx_lines(ptx: str) -> tuple[list[str], dict[int, int]]:
             labels[match[1]] = len(lines)
         elif line.endswith(";") and not line.startswith("."):
             lines.append(line)
-    targets = {}
-    for place, line in enumerate(lines):
-        if match := _PTX_TARGET.match(line):
-            targets[place] = labels[match[1]]
-    return lines, targets
+    branches = {place: _PTX_TARGET.match(line) for place, line in enumerate(lines)}
+    return lines, {place: labels[to[1]] for place, to in branches.items() if to}
 
 
 def _loop(lines: Sequence[str], targets: Mapping[int, int]) -> int:
@@ -88,11 +81,9 @@ def _loop(lines: Sequence[str], targets: Mapping[int, int]) -> int:
         if first < last and any(first <= place <= last for place in products)
     ]
     inner = [
-        (first, last)
-        for first, last in loops
-        if not any(
-            (first, last) != other and first <= other[0] and other[1] <= last for other in loops
-        )
+        loop
+        for loop in loops
+        if not any(loop != one and loop[0] <= one[0] and one[1] <= loop[1] for one in loops)
     ]
     return min((_iteration(first, last, targets) for first, last in inner), default=0)
 

@@ -5,10 +5,10 @@ dtypes and alignment. Their memory is never accessed, so callers must record lau
 running them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from typing import NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
@@ -94,24 +94,23 @@ MASKED = replace(WIDE_HEAD, name="gemma2-27b", heads=32, kv_heads=16, head_dim=1
 QWEN3_30B = Shape(
     "qwen3-30b-a3b", 2048, 32, 4, 128, 768, 151936, 48, qk_norm=True, experts=(128, 8)
 )
-MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
 # One rank's part of a model: an eighth with one KV head, and half of the experts' inner size.
 LLAMA3_70B_TP8 = Shape("llama3-70b-tp8", 8192, 8, 1, 128, 3584, 128256, 80)
 QWEN3_30B_TP2 = replace(QWEN3_30B, name="qwen3-30b-a3b-tp2", heads=16, kv_heads=2, intermediate=384)
-SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
 WIDE = "wide heads"  # group of operations with their own budget
 QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # groups of hybrids and of latents
-WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
 ADAPTED = (LLAMA3_8B, QWEN2_05B)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One operation of one model. `launch` calls it for a batch of that many rows or tokens."""
+Launcher: TypeAlias = Callable[[int], object]  # for a batch of that many rows or tokens
+
+
+class Variant(NamedTuple):
+    """One operation of one model."""
 
     name: str
-    launch: Callable[[int], object]
+    launch: Launcher
 
 
 @dataclass(frozen=True)
@@ -159,78 +158,74 @@ class _Model:
         act_and_mul(self.tensor(n, 2 * self.shape.intermediate), self.shape.activation)
 
     def experts(self, n: int) -> None:
-        assert self.shape.experts is not None
-        count, per_token = self.shape.experts
-        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        count, per_token = self._experts
+        ways = self._routed(n)
         grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as in DeepSeek-V3
         if count >= 16 * grouped.groups:
             route(_floats(n, count), grouped, _floats(count))
-        self._grouped(weights, ids)
+        self._grouped(*ways, self._stacked(), self.shape.activation)
 
     def many_pairs(self, n: int) -> None:
         """Run the products of a prompt, in larger tiles."""
-        assert self.shape.experts is not None
-        count, per_token = self.shape.experts
+        count, per_token = self._experts
         tokens = n + MANY_PAIRS * count // per_token
-        self._grouped(_floats(tokens, per_token), _ints(tokens, per_token))
+        ways = _floats(tokens, per_token), _ints(tokens, per_token)
+        self._grouped(*ways, self._stacked(), self.shape.activation)
 
-    def _grouped(self, weights: Tensor, ids: Tensor) -> None:
-        assert self.shape.experts is not None
-        count, shape = self.shape.experts[0], self.shape
-        gate_up = ExpertMatrices(self.tensor(count, 2 * shape.intermediate, shape.hidden))
-        down = ExpertMatrices(self.tensor(count, shape.hidden, shape.intermediate))
-        x = self.tensor(len(ids), shape.hidden)
-        grouped_mlp(x, gate_up, down, weights, ids, shape.activation)
+    def clamped(self, n: int) -> None:
+        """Run experts of gpt-oss, which have biases."""
+        self._grouped(*self._routed(n), self._stacked(biases=True), "clamped")
 
     def quantised_product(self, kind: NumberKind, n: int) -> None:
         rows, columns = 2 * self.shape.intermediate, self.shape.hidden
         matrix = _quantised_matrix(kind, rows, columns)
         quantised_linear(self.tensor(n, columns), *matrix)
 
+    def quantised_experts(self, kind: NumberKind, n: int) -> None:
+        gate: Gate = "clamped" if kind == "fp4" else self.shape.activation
+        self._grouped(*self._routed(n), self._stacked(kind, biases=kind == "fp4"), gate)
+
     def many_quantised_pairs(self, kind: NumberKind, n: int) -> None:
         """Run the products of a prompt, in larger tiles."""
-        assert self.shape.experts is not None
-        count, per_token = self.shape.experts
+        count, per_token = self._experts
         self.quantised_experts(kind, n + MANY_PAIRS * count // per_token)
 
-    def quantised_experts(self, kind: NumberKind, n: int) -> None:
+    @property
+    def _experts(self) -> tuple[int, int]:
         assert self.shape.experts is not None
-        (count, per_token), shape = self.shape.experts, self.shape
-        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
-        gate_up, down = (
-            ExpertMatrices(
-                numbers, self.tensor(count, rows) if kind == "fp4" else None, quantisation
-            )
-            for rows, columns in (
-                (2 * shape.intermediate, shape.hidden),
-                (shape.hidden, shape.intermediate),
-            )
-            for numbers, quantisation in [_quantised_matrix(kind, count, rows, columns)]
-        )
-        gate: Gate = "clamped" if kind == "fp4" else shape.activation
-        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, gate)
+        return self.shape.experts
 
-    def clamped(self, n: int) -> None:
-        """Run experts of gpt-oss, which have biases."""
-        assert self.shape.experts is not None
-        (count, per_token), shape = self.shape.experts, self.shape
-        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
-        gate_up, down = (
-            ExpertMatrices(self.tensor(count, *each), self.tensor(count, each[0]))
-            for each in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
-        )
-        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, "clamped")
+    def _routed(self, n: int) -> tuple[Tensor, Tensor]:
+        count, per_token = self._experts
+        return route(self.tensor(n, count), Routing(per_token, normalise=True))
+
+    def _stacked(
+        self, kind: NumberKind | None = None, *, biases: bool = False
+    ) -> list[ExpertMatrices]:
+        """Return the matrices of all experts: gate and up, and down."""
+        (count, _), hidden, inner = self._experts, self.shape.hidden, self.shape.intermediate
+        found = []
+        for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+            numbers, own = self.tensor(count, rows, columns), None
+            if kind is not None:
+                numbers, own = _quantised_matrix(kind, count, rows, columns)
+            bias = self.tensor(count, rows) if biases else None
+            found.append(ExpertMatrices(numbers, bias, own))
+        return found
+
+    def _grouped(
+        self, weights: Tensor, ids: Tensor, matrices: Sequence[ExpertMatrices], gate: Gate
+    ) -> None:
+        x = self.tensor(len(ids), self.shape.hidden)
+        grouped_mlp(x, *matrices, weights, ids, gate)
 
     def adapters(self, n: int) -> None:
         """Run adapters for every product of a layer, with a separate adapter for each token."""
         shape, slots, rank = self.shape, 4, 32
         tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
         tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32))
-        q, kv, inner = (
-            shape.heads * shape.head_dim,
-            shape.kv_heads * shape.head_dim,
-            shape.intermediate,
-        )
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        inner = shape.intermediate
         for inputs, parts in (
             (shape.hidden, (q, kv, kv)),
             (q, (shape.hidden,)),
@@ -275,14 +270,8 @@ class _Model:
         shape = self.shape
         q = self.tensor(num_tokens, shape.heads, shape.head_dim)
         for window in dict.fromkeys((None, shape.window)):
-            step = AttentionRows(
-                _ints(num_rows * 64),
-                _ints(num_rows),
-                _ints(num_rows + 1),
-                _ints(num_rows),
-                num_tokens,
-                num_decodes,
-            )
+            columns = [_ints(size) for size in (num_rows * 64, num_rows, num_rows + 1, num_rows)]
+            step = AttentionRows(*columns, num_tokens, num_decodes)
             plan = plan_attention(step, self.kv, AttentionKind(shape.heads, window))
             paged_attention(q, self.kv, plan, Scoring(shape.head_dim**-0.5, shape.soft_cap))
 
@@ -352,71 +341,123 @@ class _Model:
 _BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "pack")
 _BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
 _BY_VOCABULARY = ("restricted", "verified")
-_BF16 = torch.bfloat16
+_BF16, _FP32 = torch.bfloat16, torch.float32
+_Typed: TypeAlias = tuple[Shape, torch.dtype]
 
 
-def serving(arch: int, *, every: bool) -> list[Variant]:
+class Selection(NamedTuple):
+    """The models whose operations are compiled. Others have one shape, in bfloat16.
+
+    Attributes:
+        states: dtypes of the hybrid model.
+    """
+
+    plain: Sequence[tuple[Shape, torch.dtype, int]]  # with the size of pages
+    experts: Sequence[_Typed]
+    adapted: Sequence[_Typed]
+    invariant: Sequence[_Typed]  # with engine.batch_invariant
+    states: Sequence[torch.dtype] = (_BF16,)
+
+
+# Covers every difference between kernels.
+DEPLOYED = Selection(
+    [
+        *((QWEN3_06B, dtype, 16) for dtype in DTYPES),
+        *((LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES),
+        *((each, _BF16, 16) for each in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)),
+    ],
+    [(QWEN3_30B, _BF16), (QWEN3_30B, _FP32), (QWEN3_30B_TP2, _BF16)],
+    [(shape, _BF16) for shape in ADAPTED],
+    [*((shape, _BF16) for shape in (LLAMA3_8B, WIDE_HEAD, MASKED)), (QWEN3_06B, _FP32)],
+    states=(_BF16, _FP32),
+)
+NOT_DEPLOYED = Selection(
+    [(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)],
+    [(QWEN3_30B, _BF16)],
+    [(LLAMA3_8B, _BF16)],
+    [(LLAMA3_8B, _BF16), (WIDE_HEAD, _BF16)],
+)
+
+
+def serving(arch: int) -> list[Variant]:
     """Return the variants that are served on GPUs of this architecture.
 
-    Args:
-        every: all shapes in all dtypes with all page sizes. Otherwise, a selection that covers
-            every difference between kernels, and a smaller one for architectures without
-            deployments (all but sm_90).
+    They cover every difference between kernels on sm_90. Other architectures have no deployments,
+    and fewer variants.
     """
-    if every:
-        kinds = product((*WITH_EXPERTS, QWEN3_30B_TP2), DTYPES)
-        experts = [each for shape, dtype in kinds for each in _experts(shape, dtype)]
-        experts += _variants([(LLAMA3_70B_TP8, _BF16, 16)])
-        experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
-        experts += [each for dtype in DTYPES for each in _states(dtype)]
-        experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
-        experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
-        experts += [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
-        experts += _invariant(product(SHAPES, DTYPES), arch)
-        return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
-    early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
-    if arch != 90:
-        few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
-        experts = [*_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
-        experts.append(_adapters(LLAMA3_8B, _BF16))
-        narrow = [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
-        invariant = _invariant([(LLAMA3_8B, _BF16), (WIDE_HEAD, _BF16)], arch)
-        return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow, *invariant]
-    dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
-    page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
-    shapes = (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)
-    others = [(shape, _BF16, 16) for shape in shapes]
-    experts = [*_experts(QWEN3_30B, _BF16), *_experts(QWEN3_30B, torch.float32)]
-    experts += _experts(QWEN3_30B_TP2, _BF16)
-    experts += [_clamped(GPT_OSS, _BF16), *_states(_BF16), *_states(torch.float32)]
-    experts += [_adapters(shape, _BF16) for shape in ADAPTED]
-    experts += [*_latents(_BF16), *_narrow(), *_quantised(arch)]
-    experts += _invariant([(shape, _BF16) for shape in (LLAMA3_8B, WIDE_HEAD, MASKED)], arch)
-    experts += _invariant([(QWEN3_06B, torch.float32)], arch)
-    return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
-
-
-def _states(dtype: torch.dtype) -> list[Variant]:
-    name, model = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')}", HybridModel(dtype)
-    return [
-        Variant(f"{name} states", model.states),
-        Variant(f"{name} prompts", model.prompts),
-        Variant(f"{name} gated", model.gated),
-    ]
-
-
-def _invariant(models: Iterable[tuple[Shape, torch.dtype]], arch: int) -> list[Variant]:
-    """Return the variants of `engine.batch_invariant`, in 16 bits also those of latents."""
-    found = {}
-    for shape, dtype in models:
-        kind = str(dtype).removeprefix("torch.")
-        found[f"{shape.name} {kind} page 16 invariant"] = _Model(shape, dtype, 16).invariant
-        if dtype.itemsize == 2:
-            found[f"{DEEPSEEK_V3} {kind} latents invariant"] = LatentModel(dtype).invariant
+    chosen = DEPLOYED if arch == 90 else NOT_DEPLOYED
+    early = _Model(LLAMA3_8B, _BF16, 16).early
+    found: dict[str, Launcher] = {"llama3-8b bfloat16 page 16 early": early}
+    for shape, dtype, page_size in chosen.plain:
+        _add_plain(found, _Model(shape, dtype, page_size))
+    for shape, dtype in chosen.experts:
+        model, name = _Model(shape, dtype, 16), f"{shape.name} {_named(dtype)} experts"
+        found |= {name: model.experts, f"{name} of prompts": model.many_pairs}
+    found[f"{GPT_OSS.name} bfloat16 experts"] = _Model(GPT_OSS, _BF16, 16).clamped
+    for shape, dtype in chosen.adapted:
+        found[f"{shape.name} {_named(dtype)} adapters"] = _Model(shape, dtype, 16).adapters
+    for dtype in chosen.states:
+        name, hybrid = f"{QWEN3_NEXT} {_named(dtype)}", HybridModel(dtype)
+        found |= {f"{name} states": hybrid.states, f"{name} prompts": hybrid.prompts}
+        found[f"{name} gated"] = hybrid.gated
+    _add_latents(found, "bfloat16 latents", LatentModel(_BF16))
+    found["deepseek-v2-lite bfloat16 latents"] = LatentModel(_BF16, heads=16).mixed
+    _add_quantised(found, arch)
     if arch >= FIRST_ARCHITECTURE:
-        narrow = _Model(LLAMA3_8B, _BF16, 16, torch.float8_e4m3fn)
-        found[f"{LLAMA3_8B.name} fp8_e4m3 invariant"] = narrow.invariant
+        _add_narrow(found)
+    for shape, dtype in chosen.invariant:
+        found[f"{shape.name} {_named(dtype)} page 16 invariant"] = _Model(
+            shape, dtype, 16
+        ).invariant
+        if dtype.itemsize == 2:
+            found[f"{DEEPSEEK_V3} {_named(dtype)} latents invariant"] = LatentModel(dtype).invariant
     return [Variant(name, launch) for name, launch in found.items()]
+
+
+def _add_plain(found: dict[str, Launcher], model: _Model) -> None:
+    """Add operations of any model. Most do not depend on all of shape, dtype and page size."""
+    shape, kind = model.shape.name, _named(model.dtype)
+    for prefix, names in (
+        (f"{shape} {kind} page {model.page_size}", _BY_PAGE_SIZE),
+        (f"{shape} {kind}", _BY_WIDTH),
+        (shape, _BY_VOCABULARY),
+    ):
+        for name in names:
+            found.setdefault(f"{prefix} {name}", getattr(model, name))
+
+
+def _add_latents(found: dict[str, Launcher], kind: str, model: LatentModel) -> None:
+    name = f"{DEEPSEEK_V3} {kind}"
+    found |= {f"{name} store": model.store, name: model.mixed, f"{name} expanded": model.expanded}
+
+
+def _add_quantised(found: dict[str, Launcher], arch: int) -> None:
+    dense, gpt_oss, qwen = (_Model(shape, _BF16, 16) for shape in (LLAMA3_8B, GPT_OSS, QWEN3_30B))
+    kinds: dict[NumberKind, _Model | None] = {"int8": None, "int4": qwen, "fp4": gpt_oss}
+    if arch >= FIRST_ARCHITECTURE:
+        kinds["fp8"] = qwen
+    for kind, experts in kinds.items():
+        found[f"{dense.shape.name} {kind}"] = partial(dense.quantised_product, kind)
+        if experts is not None:
+            name = f"{experts.shape.name} {kind}"
+            found[name] = partial(experts.quantised_experts, kind)
+            found[f"{name} of prompts"] = partial(experts.many_quantised_pairs, kind)
+
+
+def _add_narrow(found: dict[str, Launcher]) -> None:
+    """Add variants with keys, values and latents in 8 bits."""
+    for kind, kept_in in {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.items():
+        for shape, which in {LLAMA3_8B: "", WIDE_HEAD: f"{WIDE} "}.items():
+            model = _Model(shape, _BF16, 16, kept_in)
+            found[f"{shape.name} bfloat16 {which}{kind}"] = model.narrow
+    model = _Model(LLAMA3_8B, _BF16, 16, torch.float8_e4m3fn)
+    found[f"{LLAMA3_8B.name} fp8_e4m3 invariant"] = model.invariant
+    latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
+    _add_latents(found, "bfloat16 latents fp8_e4m3", latents)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisation]:
@@ -436,88 +477,6 @@ def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisati
         case "fp4":
             scales = torch.empty(*rows, groups, dtype=torch.bfloat16)
             return _bytes(*rows, columns // 2), Quantisation(scales, group)
-
-
-def _quantised(arch: int) -> list[Variant]:
-    kinds: list[NumberKind] = ["int8", "int4", "fp4"]
-    if arch >= FIRST_ARCHITECTURE:
-        kinds.append("fp8")
-    dense, gpt_oss = (_Model(shape, _BF16, 16) for shape in (LLAMA3_8B, GPT_OSS))
-    qwen = _Model(QWEN3_30B, _BF16, 16)
-    experts: Mapping[NumberKind, _Model] = {"fp4": gpt_oss, "fp8": qwen, "int4": qwen}
-    return [
-        *(
-            Variant(f"{dense.shape.name} {kind}", partial(dense.quantised_product, kind))
-            for kind in kinds
-        ),
-        *(
-            Variant(f"{model.shape.name} {kind}{what}", partial(run, kind))
-            for kind, model in experts.items()
-            for what, run in {
-                "": model.quantised_experts,
-                " of prompts": model.many_quantised_pairs,
-            }.items()
-            if kind in kinds
-        ),
-    ]
-
-
-def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:
-    name = f"{shape.name} {str(dtype).removeprefix('torch.')} adapters"
-    return Variant(name, _Model(shape, dtype, 16).adapters)
-
-
-def _latents(dtype: torch.dtype) -> list[Variant]:
-    kind, large = str(dtype).removeprefix("torch."), LatentModel(dtype)
-    return [
-        Variant(f"{DEEPSEEK_V3} {kind} latents store", large.store),
-        Variant(f"{DEEPSEEK_V3} {kind} latents", large.mixed),
-        Variant(f"{DEEPSEEK_V3} {kind} latents expanded", large.expanded),
-        Variant(f"deepseek-v2-lite {kind} latents", LatentModel(dtype, heads=16).mixed),
-    ]
-
-
-def _narrow() -> list[Variant]:
-    """Return the variants with keys, values and latents in 8 bits."""
-    kinds = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-    heads = {LLAMA3_8B: "", WIDE_HEAD: f"{WIDE} "}
-    models = {
-        f"{shape.name} bfloat16 {which}{kind}": _Model(shape, _BF16, 16, kept_in).narrow
-        for kind, kept_in in kinds.items()
-        for shape, which in heads.items()
-    }
-    latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
-    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 store"] = latents.store
-    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3"] = latents.mixed
-    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 expanded"] = latents.expanded
-    return [Variant(name, launch) for name, launch in models.items()]
-
-
-def _experts(shape: Shape, dtype: torch.dtype) -> list[Variant]:
-    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
-    model = _Model(shape, dtype, 16)
-    return [Variant(name, model.experts), Variant(f"{name} of prompts", model.many_pairs)]
-
-
-def _clamped(shape: Shape, dtype: torch.dtype) -> Variant:
-    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
-    return Variant(name, _Model(shape, dtype, 16).clamped)
-
-
-def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:
-    variants: dict[str, Variant] = {}  # deduplicated: most do not depend on all three
-    for shape, dtype, page_size in models:
-        model = _Model(shape, dtype, page_size)
-        kind = str(dtype).removeprefix("torch.")
-        for prefix, names in (
-            (f"{shape.name} {kind} page {page_size}", _BY_PAGE_SIZE),
-            (f"{shape.name} {kind}", _BY_WIDTH),
-            (shape.name, _BY_VOCABULARY),
-        ):
-            for name in names:
-                full = f"{prefix} {name}"
-                variants.setdefault(full, Variant(full, getattr(model, name)))
-    return list(variants.values())
 
 
 def _ints(*sizes: int) -> Tensor:

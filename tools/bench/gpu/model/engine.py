@@ -6,12 +6,12 @@ between the parts of the loop measure their time.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bench.steps import SchedulingRole, random_request
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -27,14 +27,13 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
 from engine.models import Model
-from engine.runner.graphs import CudaRecorder, Recorder
+from engine.runner.graphs import CudaRecorder
 from engine.runner.runner import make_runner
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
-from engine.sampling.choice_graphs import Graph
 from engine.sampling.composition import every_feature
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
-from tools.bench.gpu.clock import Clock
+from tests.support.tapes import RepeatRecorder
 from tools.bench.gpu.setting import Setting
 
 PAGE_SIZE = 16
@@ -47,8 +46,7 @@ def make_pool(model: Model, num_pages: int) -> KVPool:
     return pool
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class StepMode(NamedTuple):
     """Options of an engine's steps. early: see `kernels/early_launch.py`."""
 
     graphs: bool
@@ -56,71 +54,53 @@ class Way:
     early: bool = False
 
 
-@dataclass(slots=True)
-class Spent:
-    """Seconds of the engine thread.
-
-    launch: to build and enqueue steps. wait: to wait for their results.
-    """
-
-    launch: float = 0.0
-    wait: float = 0.0
-
-
 class DecodeEngine:
     """A running batch of requests of one length in an engine. `run` executes its steps.
 
     Args:
         context: tokens of each request when its first step begins.
+
+    Attributes:
+        times: the times of all steps since `forget`.
     """
 
     def __init__(
-        self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, way: Way
+        self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, mode: StepMode
     ) -> None:
-        longest = context + 1024
-        spec, tables = model.spec, pool.layout.tables
+        longest, spec, tables = context + 1024, model.spec, pool.layout.tables
         config = SchedulerConfig(max_running_requests=batch, max_queued_requests=batch)
         core = EngineCore.make(
             EngineConfig(model="none", scheduler=config, cache=CacheConfig(prefix_cache=False)),
             CoreShape(tables, longest, pool.num_pages),
             RequestLimits(longest, spec.vocabulary_size, tables, pool.num_pages),
         )
-        table = core.table
-        self._stream = TimedStream(open_stream(model.device), setting.clock)
-        recorder = _recorder(setting) if way.graphs else None
-        host_pool = HostPool(pool.layout, 0, model.device)
-        features = every_feature(table, spec.vocabulary_size, spec.eos_token_ids, model.device)
+        self.times = StepTimes(setting)
+        self._stream = _TimedStream(open_stream(model.device), self.times)
+        recorder = (RepeatRecorder() if setting.dry else CudaRecorder()) if mode.graphs else None
         runner = make_runner(
-            model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
+            model,
+            pool,
+            HostPool(pool.layout, 0, model.device),
+            core.table,
+            every_feature(core.table, spec.vocabulary_size, spec.eos_token_ids, model.device),
+            no_adapters(core.table),
+            self._stream,
+            recorder,
         )
-        if way.graphs:
+        if mode.graphs:
             runner.capture(GraphShape(batch, batch))
-        self._scheduler = Scheduler(config, core, lambda request, pages: None)
-        self._role = _Role(self._scheduler)
-        self._runner = _TimedRunner(runner)
-        self._loop = EventLoop(self._role, self._runner, overlap=way.overlap)
+        self._role = _Role(Scheduler(config, core, lambda request, pages: None))
+        timed = _TimedRunner(runner, self.times)
+        self._loop = EventLoop(self._role, timed, overlap=mode.overlap)
         self._in_flight: LaunchedBatch | None = None
         rng = np.random.default_rng(0)
         for key in range(batch):
-            self._join(random_request(key, rng, context, model.spec.vocabulary_size))
+            self._join(random_request(key, rng, context, spec.vocabulary_size))
 
     def run(self, steps: int) -> None:
         """Launch `steps` steps, and finish the same number."""
         for _ in range(steps):
             self._in_flight = self._loop.step(self._in_flight)
-
-    def forget(self) -> None:
-        """Discard the measurements so far."""
-        self._stream.spans.clear()
-        self._runner.spent = Spent()
-
-    @property
-    def spent(self) -> Spent:
-        return self._runner.spent
-
-    def idle_share(self) -> float:
-        """Return the idle share of device time from the first step's start to the last's end."""
-        return self._stream.idle_share()
 
     def tokens(self) -> NDArray[np.int32]:
         """Return the tokens since the first step, [finished steps, batch]."""
@@ -132,55 +112,71 @@ class DecodeEngine:
         self._stream.close()
 
     def _join(self, request: Request) -> None:
-        pages = self._scheduler.allocate(
-            -(-len(request.token_ids) // PAGE_SIZE), PageHolder.REQUEST
-        )
-        if pages is None or not self._scheduler.join(request, PageHolding.of(pages)):
+        num_pages, scheduler = -(-len(request.token_ids) // PAGE_SIZE), self._role.scheduler
+        pages = scheduler.allocate(num_pages, PageHolder.REQUEST)
+        if pages is None or not scheduler.join(request, PageHolding.of(pages)):
             raise RuntimeError("the pool has no room for the batch")
 
 
-class TimedStream:
-    """A stream that records when each piece of work begins and ends."""
+class StepTimes:
+    """The times of steps, recorded by wrappers of the engine's parts.
 
-    def __init__(self, stream: DeviceStream, clock: Clock) -> None:
-        self.spans: list[tuple[Any, Any]] = []
-        self._stream = stream
-        self._clock = clock
+    Attributes:
+        launch_s: seconds of the engine thread to build and enqueue steps.
+        wait_s: seconds of the engine thread to wait for their results.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._clock = setting.clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the times so far."""
+        self.launch_s = self.wait_s = 0.0
+        self._spans: list[tuple[Any, Any]] = []
+
+    def on_device(self, work: Callable[[], None]) -> None:
+        """Run a piece of the stream's work, and record when it begins and ends."""
+        began = self._clock.stamp()
+        work()
+        self._spans.append((began, self._clock.stamp()))
+
+    def idle_share(self) -> float:
+        """Return the idle share of device time from the first step's start to the last's end.
+
+        All submitted work must be complete.
+        """
+        (first, _), (_, last) = self._spans[0], self._spans[-1]
+        busy = sum(self._clock.between(*span) for span in self._spans)
+        return 1.0 - busy / self._clock.between(first, last)
+
+
+class _TimedStream:
+    def __init__(self, stream: DeviceStream, times: StepTimes) -> None:
+        self._stream, self._times = stream, times
 
     def submit(self, work: Callable[[], None]) -> StreamEvent:
-        def timed() -> None:
-            began = self._clock.stamp()
-            work()
-            self.spans.append((began, self._clock.stamp()))
-
-        return self._stream.submit(timed)
+        return self._stream.submit(partial(self._times.on_device, work))
 
     def close(self) -> None:
         self._stream.close()
 
-    def idle_share(self) -> float:
-        """Return the idle share. All submitted work must be complete."""
-        (first, _), (_, last) = self.spans[0], self.spans[-1]
-        busy = sum(self._clock.between(began, ended) for began, ended in self.spans)
-        return 1.0 - busy / self._clock.between(first, last)
 
-
-@dataclass(eq=False)
-class _TimedRunner:
+class _TimedRunner(NamedTuple):
     runner: BatchRunner
-    spent: Spent = field(default_factory=Spent)
+    times: StepTimes
 
-    def launch(self, batch: ScheduleBatch) -> "_TimedLaunched":
+    def launch(self, batch: ScheduleBatch) -> "_TimedStep":
         began = time.perf_counter()
         launched = self.runner.launch(batch)
-        self.spent.launch += time.perf_counter() - began
-        return _TimedLaunched(launched, self)
+        self.times.launch_s += time.perf_counter() - began
+        return _TimedStep(launched, self.times)
 
 
 @dataclass(frozen=True, eq=False)
-class _TimedLaunched:
+class _TimedStep:
     launched: LaunchedBatch
-    runner: _TimedRunner
+    times: StepTimes
 
     @property
     def batch(self) -> ScheduleBatch:
@@ -192,7 +188,7 @@ class _TimedLaunched:
     def result(self) -> BatchResult:
         began = time.perf_counter()
         result = self.launched.result()
-        self.runner.spent.wait += time.perf_counter() - began
+        self.times.wait_s += time.perf_counter() - began
         return result
 
 
@@ -203,24 +199,3 @@ class _Role(SchedulingRole):
 
     def finished(self, batch: ScheduleBatch, outcome: StepOutcome) -> None:
         self.tokens.append(outcome.tokens)
-
-
-def _recorder(setting: Setting) -> Recorder:
-    return _Echo() if setting.dry else CudaRecorder()
-
-
-class _Echo:
-    """A graph on a CPU: repeats the recorded calls into the same memory."""
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        output = work()
-        return _Again(work, output), output
-
-
-@dataclass(frozen=True, eq=False)
-class _Again:
-    work: Callable[[], Tensor]
-    output: Tensor
-
-    def replay(self) -> None:
-        self.output.copy_(self.work())

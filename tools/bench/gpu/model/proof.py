@@ -1,4 +1,5 @@
-"""Correctness of a model: its first layers with kernels, compared with float32 references.
+"""Forward passes of a model, and its correctness: the first layers with kernels are compared with
+float32 references.
 
 The pool is that of the whole model, so that layers are placed as in serving.
 """
@@ -7,35 +8,68 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bench.steps import random_request
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.holding import PageHolding
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
+from engine.models import Model
 from engine.models.decoder import Decoder
 from engine.models.spec import LoadTarget
 from kernels import device as kernel_device
 from kernels.linear_attention.state_cells import CellView
 from kernels.sampling.sample import sample
-from tools.bench.gpu.frame import Row, Tables
 from tools.bench.gpu.model.engine import PAGE_SIZE
-from tools.bench.gpu.model.forwards import Forwards
-from tools.bench.gpu.model.models import shallow, spec_of
-from tools.bench.gpu.model.weights import RandomWeights
-from tools.bench.gpu.ops import relative_error, worst
+from tools.bench.gpu.model.models import RandomWeights, shallow, spec_of
+from tools.bench.gpu.operation import difference, worst
+from tools.bench.gpu.process import Row
 from tools.bench.gpu.setting import Setting
 
 TOLERANCE = 3e-2  # for two layers' logits in bfloat16
 LAYERS = 2
-TABLES: Tables = {
-    "proof": {
-        "first layers of": "{model}",
-        "error of the logits": "{error:.1e}",
-        "at most": "{limit:g}",
-        "right": "{right}",
-    }
-}
+
+
+class PromptForwards:
+    """Forward passes over prompts, whose pages are scattered over a pool. Nothing is sampled."""
+
+    def __init__(self, model: Model, pool: KVPool, lengths: Sequence[int]) -> None:
+        self._model, self._pool = model, pool
+        self._table = SlotTable(len(lengths), max(lengths) + 1, PAGE_SIZE)
+        self._builder = BatchBuilder(self._table)
+        self._future = torch.zeros(len(lengths), dtype=torch.int32, device=model.device)
+        rng = np.random.default_rng(0)
+        pages = rng.permutation(pool.num_pages).astype(np.int32)
+        for key, length in enumerate(lengths):
+            slot = self._table.acquire(random_request(key, rng, length, model.spec.vocabulary_size))
+            assert slot == key
+            own, pages = np.split(pages, [-(-length // PAGE_SIZE)])
+            self._table.set_pages(slot, PageHolding.of(own))
+
+    def batch(self, starts: Sequence[int], ends: Sequence[int]) -> ForwardBatch:
+        """Return tokens [starts[i], ends[i]) of every prompt i, on the device."""
+        batch = ScheduleBatch(
+            step=1,
+            mode=ForwardMode.EXTEND,
+            slots=np.arange(len(starts), dtype=np.int32),
+            starts=np.array(starts, np.int32),
+            ends=np.array(ends, np.int32),
+            samples=np.ones(len(starts), np.bool_),
+        )
+        return self._builder.build(batch).to(self._model.device)[0]
+
+    @torch.inference_mode()
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Return the logits of every prompt's last token in the batch."""
+        return self._model.logits(self._model.forward(batch, self._pool, self._future))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +89,7 @@ def row(setting: Setting, name: str) -> Row:
         found = _logits(setting, name, _model(setting, name, setting.dtype))
     with _implemented(by_kernels=False):
         exact = _logits(setting, name, _model(setting, name, torch.float32))
-    error = worst(*map(relative_error, found, exact))
+    error = worst(*map(difference, found, exact))
     right = error <= TOLERANCE  # false for NaN
     return {"table": "proof", "model": name, "error": error, "limit": TOLERANCE, "right": right}
 
@@ -81,19 +115,14 @@ def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
     first = replace(layout, places=layout.places[:LAYERS])
     whole = KVPool(layout, num_pages, model.device)
     whole.tensor.fill_(0xFF)  # NaN
-    some = _FirstLayers(
-        whole.layers[:LAYERS], whole.tables[:LAYERS], whole.cells[:LAYERS], first, num_pages
-    )
-    forwards = Forwards(model, some, lengths)
+    few = slice(LAYERS)
+    pool = _FirstLayers(whole.layers[few], whole.tables[few], whole.cells[few], first, num_pages)
+    forwards = PromptForwards(model, cast(KVPool, pool), lengths)
     return [forwards.logits(forwards.batch(*edges)) for edges in pairwise(cuts)]
 
 
 @contextmanager
 def _implemented(by_kernels: bool) -> Iterator[None]:
     """Run all operations with Triton kernels, or all with their references."""
-    chosen = kernel_device.uses_triton
-    kernel_device.uses_triton = lambda tensor: by_kernels
-    try:
+    with mock.patch.object(kernel_device, "uses_triton", return_value=by_kernels):
         yield
-    finally:
-        kernel_device.uses_triton = chosen

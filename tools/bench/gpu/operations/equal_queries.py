@@ -39,7 +39,7 @@ class AttentionShape:
     zeros: bool = False
 
 
-class Prompt:
+class KeysAndQueries:
     """Keys, values and queries of some tokens, in scattered pages."""
 
     def __init__(
@@ -89,19 +89,19 @@ class Prompt:
 
 
 def compare(
-    prompt: Prompt, *, seed: int = 0, tokens: int = 8, **given: Any
+    data: KeysAndQueries, *, seed: int = 0, tokens: int = 8, **given: Any
 ) -> Mapping[str, Compared]:
     """Compare decode rows alone with the same tokens in other kinds of step, by kind.
 
     Args:
         seed: seed of the tokens and the chunks.
         tokens: number of tokens.
-        given: passed to `Prompt.attend`.
+        given: passed to `KeysAndQueries.attend`.
     """
-    draw, length = random.Random(seed), prompt.length
+    draw, length = random.Random(seed), data.length
     chosen = sorted({length - 1, *(draw.randrange(length) for _ in range(tokens - 1))})
     rows = [(token, token + 1) for token in chosen]
-    alone = torch.cat([prompt.attend([row], decode=True, **given) for row in rows])
+    alone = torch.cat([data.attend([row], decode=True, **given) for row in rows])
     start, end = sorted(draw.sample(range(1, length), 2))
     chunks = [(0, start), (start, end), (end, length)]
     draw.shuffle(chunks)
@@ -109,10 +109,10 @@ def compare(
     verified = [(max(0, token - DRAFTS), token + 1) for token in chosen]
     last = [sum(end - start for start, end in verified[: row + 1]) - 1 for row in range(len(rows))]
     ways = {
-        "batch": prompt.attend(rows, decode=True, **given),
-        "prompt": prompt.attend([(0, length)], **given)[chosen],
-        "chunks": prompt.attend(chunks, **given)[[order.index(token) for token in chosen]],
-        "verify": prompt.attend(verified, **given)[last],
+        "batch": data.attend(rows, decode=True, **given),
+        "prompt": data.attend([(0, length)], **given)[chosen],
+        "chunks": data.attend(chunks, **given)[[order.index(token) for token in chosen]],
+        "verify": data.attend(verified, **given)[last],
     }
     if alone.isnan().any():
         raise ArithmeticError("attention returned NaN")

@@ -1,14 +1,12 @@
 """Operations of a step whose rows are computed alone and beside others, and compared bit by bit."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from engine.models.linear.matrix import Matrix
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
 from kernels.device import architecture
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
@@ -25,11 +23,11 @@ from kernels.layers.soft_cap import soft_cap
 from kernels.narrow import FIRST_ARCHITECTURE
 from kernels.pages.rope_and_store import rope_and_store
 from kernels.pages.store_latents import rope_and_store_latents
-from kernels.quantised import NumberKind, QuantFormat
+from kernels.quantised import NumberKind
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.sample import SamplingColumns, sample
-from tools.bench.gpu.operations.linear import DRY_SHAPES, SHAPES
+from tools.bench.gpu.operations.products import DRY_SHAPES, SHAPES, group_of, quantised_matrix
 from tools.bench.gpu.setting import Setting
 
 # Around the sizes of tiles. The last one uses the larger tiles of experts.
@@ -38,11 +36,10 @@ PROBED = 5  # rows that are also computed alone
 EPS = 1e-6
 EXPERTS, PER_TOKEN = 16, 4
 
-Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: indices of rows. Returns [n, any]
+Operation: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: indices of rows. Returns [n, any]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(NamedTuple):
     """Number of compared numbers, and number of differences."""
 
     numbers: int
@@ -62,7 +59,7 @@ def as_bits(x: Tensor) -> Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def compare(operation: Rows, counts: Sequence[int], device: torch.device) -> Compared:
+def compare(operation: Operation, counts: Sequence[int], device: torch.device) -> Compared:
     """Compare rows alone with the same rows at random positions among others."""
     generator, total = torch.Generator().manual_seed(0), max(counts)
     probed = torch.randperm(total, generator=generator)[:PROBED]
@@ -82,30 +79,28 @@ def compare(operation: Rows, counts: Sequence[int], device: torch.device) -> Com
     return Compared.of(pairs())
 
 
-def operations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Rows]]:
+def operations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     """Yield the operations of natively supported architectures, on the shape of an 8B model."""
     data = _Data(setting, dtype)
     for name, size in setting.sized(SHAPES, DRY_SHAPES).items():
         yield f"linear {name}", partial(data.linear, *size)
     for kind in data.kinds:
         yield f"linear {kind}", partial(data.quantised, kind)
-    yield from {
-        "products of heads": data.by_head,
-        "experts": data.experts,
-        "router": data.router,
-        "shared expert": data.shared,
-        "adapters": data.adapters,
-        "norm": data.norm,
-        "activation": data.activation,
-        "angles": data.angles,
-        "rotated keys and queries": data.rotated,
-        "rotated latents": data.latents,
-        "gated heads": data.gated,
-        "soft cap": data.capped,
-        "logprobs": data.logprobs,
-        "penalties": data.penalties,
-        "sampled tokens": data.sampled,
-    }.items()
+    yield "products of heads", data.by_head
+    yield "experts", data.experts
+    yield "router", data.router
+    yield "shared expert", data.shared
+    yield "adapters", data.adapters
+    yield "norm", data.norm
+    yield "activation", data.activation
+    yield "angles", data.angles
+    yield "rotated keys and queries", data.rotated
+    yield "rotated latents", data.latents
+    yield "gated heads", data.gated
+    yield "soft cap", data.capped
+    yield "logprobs", data.logprobs
+    yield "penalties", data.penalties
+    yield "sampled tokens", data.sampled
 
 
 class _Data:
@@ -143,14 +138,11 @@ class _Data:
 
     def quantised(self, kind: NumberKind, rows: Tensor) -> Tensor:
         hidden = self._setting.sized(self._hidden, 128)
-        form = QuantFormat(kind, {"int8": 0, "fp8": 128, "int4": 128, "fp4": 32}[kind])
         codes = (self._floats(hidden, hidden).abs() * 5).clamp(max=15).to(torch.uint8)
-        scales = self._floats(hidden, hidden // (form.group or hidden)).abs()
+        scales = self._floats(hidden, hidden // (group_of(kind) or hidden)).abs()
         zeros = (scales * 5).clamp(max=15).to(torch.uint8)
-        dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
-        scales = scales.bfloat16() if kind == "fp4" else scales
-        numbers, own = Matrix(codes.to(dtype), form, scales, zeros).quantised()
-        return quantised_linear(self._of(rows, hidden), numbers, own)
+        matrix = quantised_matrix(kind, codes, scales, zeros)
+        return quantised_linear(self._of(rows, hidden), *matrix)
 
     def by_head(self, rows: Tensor) -> Tensor:
         inputs, outputs = self._setting.sized((128, 512), (16, 40))
@@ -177,7 +169,6 @@ class _Data:
         return add_gated(y.contiguous(), added.contiguous(), x.contiguous(), weight)
 
     def adapters(self, rows: Tensor) -> Tensor:
-        """Add an adapter to all rows."""
         rank, count = 32, len(rows)
         tiles = [(0, at, min(at + TILE_ROWS, count)) for at in range(0, count, TILE_ROWS)]
         order = torch.arange(count, dtype=torch.int32, device=rows.device)
@@ -213,17 +204,8 @@ class _Data:
         kept = torch.zeros(pages, 1, 1, 16, rank + turned, dtype=self._dtype, device=rows.device)
         angles = self._floats(2, self._rows, turned // 2)[:, rows].contiguous()
         q, out = self._of(rows, 4, turned), self._of(rows, 4, turned)
-        rope_and_store_latents(
-            self._of(rows, rank + turned),
-            self._numbers(rank),
-            EPS,
-            q,
-            angles,
-            kept,
-            rows,
-            out,
-            interleaved=True,
-        )
+        x, norm = self._of(rows, rank + turned), self._numbers(rank)
+        rope_and_store_latents(x, norm, EPS, q, angles, kept, rows, out, interleaved=True)
         return torch.cat((out.flatten(1), kept[rows // 16, 0, 0, rows % 16]), 1)
 
     def gated(self, rows: Tensor) -> Tensor:

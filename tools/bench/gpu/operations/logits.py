@@ -5,7 +5,7 @@ The lower bound of each is one read of the logits. The error of sampling is the 
 token differs from the reference's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -17,22 +17,18 @@ from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.sample import SamplingColumns, sample, sample_reference
 from kernels.sampling.verify import DraftRows, verify_drafts, verify_drafts_reference
-from tools.bench.gpu.ops import Op, relative_error, unequal_share, worst
-from tools.bench.gpu.setting import Setting
+from tools.bench.gpu.operation import Compared, Make, Op
+from tools.bench.gpu.setting import Floor, Setting
 
 NEAR_TIES = 0.02  # share of rows that may differ, because two tokens are within rounding error
 
 
-def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+def ops(setting: Setting) -> Iterator[Make]:
     for rows in setting.sized((64, 128), (3,)):
-        yield partial(_sample, setting, rows, "greedy")
-        yield partial(_sample, setting, rows, "temperature")
-        yield partial(_sample, setting, rows, "top-k and top-p, mixed")
-    rows = setting.sized(64, 3)
-    yield partial(_logprobs, setting, rows)
-    yield partial(_penalties, setting, rows)
-    yield partial(_bitmask, setting, rows)
-    yield partial(_verify, setting, rows)
+        for kind in ("greedy", "temperature", "top-k and top-p, mixed"):
+            yield partial(_sample, setting, rows, kind)
+    for make in (_logprobs, _penalties, _bitmask, _verify):
+        yield partial(make, setting, setting.sized(64, 3))
 
 
 def _logits(setting: Setting, rows: int) -> Tensor:
@@ -64,21 +60,15 @@ def _columns(setting: Setting, rows: int, kind: str) -> SamplingColumns | None:
 def _sample(setting: Setting, rows: int, kind: str) -> Op:
     fresh, columns = _logits(setting, rows), _columns(setting, rows, kind)
     logits = fresh.clone()
-
-    def error() -> float:
-        chosen = sample(fresh.clone(), columns)
-        return unequal_share(chosen, sample_reference(fresh.clone(), columns))
-
     return Op(
-        name="sample",
-        shape=f"[{rows}, {fresh.shape[1]}] {kind}",
-        call=lambda: sample(logits, columns),
-        error=error,
-        tolerance=0.0 if columns is None else NEAR_TIES,
-        ceiling="read",
-        amount=fresh.nbytes,
-        prepare=lambda: logits.copy_(fresh),
+        "sample",
+        f"[{rows}, {fresh.shape[1]}] {kind}",
+        lambda: sample(logits, columns),
+        Floor("read", fresh.nbytes),
+        lambda found: [(found, sample_reference(fresh.clone(), columns))],
+        0.0 if columns is None else NEAR_TIES,
         peers={"torch": lambda: _with_sort(logits, columns)},
+        prepare=lambda: logits.copy_(fresh),
     )
 
 
@@ -103,62 +93,44 @@ def _logprobs(setting: Setting, rows: int) -> Op:
     logits, num_top = _logits(setting, rows), setting.sized(20, 2)
     tokens = setting.integers(logits.shape[1], rows)
 
-    def error() -> float:
-        of_tokens, ids, top = logprobs(logits, tokens, num_top)
+    def compare(found: tuple[Tensor, Tensor, Tensor]) -> Compared:
+        of_tokens, ids, top = found
         exact = logits.double().log_softmax(dim=-1)
         best = exact.topk(num_top, dim=-1).values
-        return worst(
-            relative_error(of_tokens, exact.gather(1, tokens.long()[:, None])[:, 0]),
-            relative_error(top, best),
-            relative_error(exact.gather(1, ids.long()), best),
-        )
+        yield of_tokens, exact.gather(1, tokens.long()[:, None])[:, 0]
+        yield top, best
+        yield exact.gather(1, ids.long()), best
 
     return Op(
-        name="logprobs",
-        shape=f"[{rows}, {logits.shape[1]}] top {num_top}",
-        call=lambda: logprobs(logits, tokens, num_top),
-        error=error,
-        tolerance=1e-4,
-        ceiling="read",
-        amount=logits.nbytes,
+        "logprobs",
+        f"[{rows}, {logits.shape[1]}] top {num_top}",
+        lambda: logprobs(logits, tokens, num_top),
+        Floor("read", logits.nbytes),
+        compare,
+        1e-4,
         peers={"torch": lambda: logits.float().log_softmax(dim=-1).topk(num_top, dim=-1)},
     )
 
 
 def _penalties(setting: Setting, rows: int) -> Op:
     fresh = _logits(setting, rows).float()
-    vocabulary = fresh.shape[1]
-    counts = setting.integers(3, rows, vocabulary)
+    counts = setting.integers(3, *fresh.shape)
     places = torch.arange(rows, device=setting.device)
-    strength = torch.full((rows,), 1.2, device=setting.device)
-    logits = fresh.clone()
-    call = partial(
-        apply_penalties,
-        logits,
-        places,
-        counts,
-        places,
-        repetition=strength,
-        frequency=strength,
-        presence=strength,
-    )
+    strength, logits = torch.full((rows,), 1.2, device=setting.device), fresh.clone()
+    strengths = dict.fromkeys(("repetition", "frequency", "presence"), strength)
 
-    def error() -> float:
-        logits.copy_(fresh)
-        call()
+    def compare(_: object) -> Compared:
         wide, by = fresh.double(), float(strength[0])
         repeated = torch.where(wide > 0, wide / by, wide * by)
-        exact = torch.where(counts > 0, repeated - by * counts - by, wide)
-        return relative_error(logits, exact)
+        return [(logits, torch.where(counts > 0, repeated - by * counts - by, wide))]
 
     return Op(
-        name="apply_penalties",
-        shape=f"[{rows}, {vocabulary}]",
-        call=call,
-        error=error,
-        tolerance=1e-5,
-        ceiling="copy",
-        amount=2 * fresh.nbytes + counts.nbytes,
+        "apply_penalties",
+        f"[{rows}, {fresh.shape[1]}]",
+        lambda: apply_penalties(logits, places, counts, places, **strengths),
+        Floor("copy", 2 * fresh.nbytes + counts.nbytes),
+        compare,
+        1e-5,
         prepare=lambda: logits.copy_(fresh),
     )
 
@@ -168,50 +140,42 @@ def _bitmask(setting: Setting, rows: int) -> Op:
     vocabulary = fresh.shape[1]
     words = setting.integers(1 << 31, rows, -(-vocabulary // 32), dtype=torch.int64)
     bitmask = (words - (1 << 30)).int()
-    places = torch.arange(rows, device=setting.device)
-    logits = fresh.clone()
+    places, logits = torch.arange(rows, device=setting.device), fresh.clone()
 
-    def error() -> float:
-        logits.copy_(fresh)
-        apply_bitmask(logits, places, bitmask)
+    def compare(_: object) -> Compared:
         bits = (bitmask[:, :, None] >> torch.arange(32, device=setting.device)) & 1
         allowed = bits.flatten(1)[:, :vocabulary].bool()
-        return unequal_share(logits, fresh.masked_fill(~allowed, FORBIDDEN))
+        exact = fresh.masked_fill(~allowed, FORBIDDEN)
+        return [(logits.view(torch.int32), exact.view(torch.int32))]  # every number is equal
 
     return Op(
-        name="apply_bitmask",
-        shape=f"[{rows}, {vocabulary}]",
-        call=lambda: apply_bitmask(logits, places, bitmask),
-        error=error,
-        tolerance=0.0,
-        ceiling="read",
-        amount=bitmask.nbytes + fresh.nbytes // 2,  # half of the logits are written
+        "apply_bitmask",
+        f"[{rows}, {vocabulary}]",
+        lambda: apply_bitmask(logits, places, bitmask),
+        Floor("read", bitmask.nbytes + fresh.nbytes // 2),  # half of the logits are written
+        compare,
         prepare=lambda: logits.copy_(fresh),
     )
 
 
 def _verify(setting: Setting, rows: int) -> Op:
-    drafts = 3
-    num_tokens = rows * (1 + drafts)
-    starts = torch.arange(0, num_tokens + 1, 1 + drafts, device=setting.device).int()
+    tokens_per_row = 1 + 3  # a token, and drafts
+    num_tokens = rows * tokens_per_row
+    starts = torch.arange(0, num_tokens + 1, tokens_per_row, device=setting.device).int()
     token_ids, sampled = (setting.integers(2, num_tokens) for _ in range(2))  # half are right
     slots = torch.arange(rows, device=setting.device)
-    step = DraftRows(starts, token_ids, slots, rows, 1 + drafts)
-    by_slot = [torch.zeros(rows, dtype=torch.int32, device=setting.device) for _ in range(4)]
+    step = DraftRows(starts, token_ids, slots, rows, tokens_per_row)
+    own, exact = torch.zeros(2, 2, rows, dtype=torch.int32, device=setting.device)
 
-    def error() -> float:
-        own = verify_drafts(step, sampled, *by_slot[:2])
-        expected = verify_drafts_reference(step, sampled, *by_slot[2:])
-        pairs = ((own, expected), *zip(by_slot[:2], by_slot[2:], strict=True))
-        return max(unequal_share(one, other) for one, other in pairs)
+    def compare(found: Tensor) -> Compared:
+        yield found, verify_drafts_reference(step, sampled, *exact)
+        yield own, exact
 
     return Op(
-        name="verify_drafts",
-        shape=f"[{rows}, {1 + drafts}]",
-        call=lambda: verify_drafts(step, sampled, *by_slot[:2]),
-        error=error,
-        tolerance=0.0,
-        ceiling="read",
-        amount=token_ids.nbytes + sampled.nbytes,
-        peers={"torch": lambda: verify_drafts_reference(step, sampled, *by_slot[2:])},
+        "verify_drafts",
+        f"[{rows}, {tokens_per_row}]",
+        lambda: verify_drafts(step, sampled, *own),
+        Floor("read", token_ids.nbytes + sampled.nbytes),
+        compare,
+        peers={"torch": lambda: verify_drafts_reference(step, sampled, *exact)},
     )

@@ -1,9 +1,9 @@
 """Paged attention on synthetic rows: data, exact output, minimum bytes and FLOPs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from kernels.attention.arguments import AttentionKind, AttentionRows, Scoring
 from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
 from kernels.backends.chosen import PlanAttention
-from tools.bench.gpu.ops import Op, relative_error
-from tools.bench.gpu.setting import Setting
+from tools.bench.gpu.operation import Compared, Op
+from tools.bench.gpu.setting import Floor, Setting, Work
 
 CHECKED = 12  # queries whose output is computed in float64
 TOLERANCE = 1e-2  # probabilities are rounded before they are multiplied with the values
+PAGE_SIZE = 16
+LAYERS = 4  # layers in a pool, so that one layer's blocks are not adjacent
+NO_PEERS: Mapping[str, Work] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,11 @@ class Heads:
         return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
 
 
+LARGE, SMALL = Heads(32, 8, 128), Heads(16, 8, 128)  # of 8B models and of Qwen3-0.6B
+GATED = Heads(16, 2, 256)  # of Qwen3-Next
+DRY = Heads(4, 2, 32)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of attention. Row i has queries for the last queries[i] of lengths[i] tokens."""
@@ -36,8 +44,9 @@ class Rows:
     lengths: tuple[int, ...]
 
     @classmethod
-    def decode(cls, lengths: Sequence[int]) -> "Rows":
-        return cls((1,) * len(lengths), tuple(lengths))
+    def batch(cls, count: int, context: int, queries: int = 1) -> "Rows":
+        """Return rows of odd lengths, so that last pages are partly filled with other data."""
+        return cls((queries,) * count, tuple(context - row % 7 for row in range(count)))
 
     @classmethod
     def extend(cls, prefix: int, new: int) -> "Rows":
@@ -46,6 +55,9 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         return sum(self.queries)
+
+    def num_pages(self, page_size: int) -> list[int]:
+        return [-(-length // page_size) for length in self.lengths]
 
     def sample(self) -> list[int]:
         """Return the queries whose output is computed in float64."""
@@ -84,21 +96,19 @@ class Paged:
     def _out_dim(self) -> int:
         return self.value_dim or self.q.shape[2]
 
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of the rows' keys and values."""
-        return sum(self.rows.lengths) * self.kv[0, :, :, 0].nbytes
+    def floor(self, ceiling: str) -> Floor:
+        """Return the least FLOPs for "matmul", and otherwise the least bytes.
 
-    @property
-    def bytes(self) -> int:
-        """Return the minimum bytes that attention moves: KV, queries, gates and outputs."""
-        gate = 0 if self.gate is None else self.q.nbytes
-        return self.kv_bytes + gate + self.q.nbytes + self.q[..., : self._out_dim].nbytes
-
-    @property
-    def flops(self) -> float:
-        """Return the minimum FLOPs: two products with every key that a query attends to."""
-        return 2.0 * self.rows.num_seen * self.q.shape[1] * (self.q.shape[2] + self._out_dim)
+        FLOPs: two products with every key that a query attends to. Bytes: KV, queries, gates and
+        outputs.
+        """
+        if ceiling == "matmul":
+            widths = self.q.shape[2] + self._out_dim
+            return Floor(ceiling, 2.0 * self.rows.num_seen * self.q.shape[1] * widths)
+        kv = sum(self.rows.lengths) * self.kv[0, :, :, 0].nbytes
+        gates = 0 if self.gate is None else self.q.nbytes
+        outputs = self.q[..., : self._out_dim].nbytes
+        return Floor(ceiling, kv + gates + self.q.nbytes + outputs)
 
     def step(self) -> AttentionRows:
         decodes = max(self.rows.queries) == 1
@@ -120,18 +130,29 @@ class Paged:
         q, gate = setting.randn(*self.q.shape[:2], 2, self.q.shape[2]).unbind(2)
         return replace(self, q=q, gate=gate)
 
-    def attention(self, planner: PlanAttention = plan_attention) -> Callable[[], Tensor]:
-        """Return the call that a layer makes, with a plan made now."""
-        plan = self.plan(planner)
-        return partial(paged_attention, self.q, self.kv, plan, Scoring(self.scale), gate=self.gate)
+    def attention(self, plan: AttentionPlan) -> Tensor:
+        """Make the call of a layer."""
+        return paged_attention(self.q, self.kv, plan, Scoring(self.scale), gate=self.gate)
 
-    def error(self, planner: PlanAttention = plan_attention) -> float:
-        """Return the error of a sample of queries against float64."""
-        found, places = self.attention(planner)(), self.rows.sample()
+    def compare(self, found: Tensor) -> Compared:
+        """Compare a sample of queries with float64."""
+        places = self.rows.sample()
         exact = torch.stack([self.exact(place, self.q[place]).flatten() for place in places])
         if self.gate is not None:
             exact *= self.gate[places].double().flatten(1).sigmoid()
-        return relative_error(found[places], exact)
+        return [(found[places], exact)]
+
+    def op(
+        self,
+        name: str,
+        shape: str,
+        ceiling: str,
+        planner: PlanAttention = plan_attention,
+        peers: Mapping[str, Work] = NO_PEERS,
+    ) -> Op:
+        """Return the attention of these rows, with a plan made now."""
+        call = partial(self.attention, self.plan(planner))
+        return Op(name, shape, call, self.floor(ceiling), self.compare, TOLERANCE, peers)
 
     def contiguous(self, row: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a row, [kv_heads, length, head_dim] each."""
@@ -152,40 +173,16 @@ class Paged:
         return (weights @ v).flatten(0, 1)
 
 
-def attention_op(
-    name: str,
-    shape: str,
-    data: Paged,
-    ceiling: str,
-    planner: PlanAttention = plan_attention,
-    **more: Any,
-) -> Op:
-    """Return the operation whose lower bound is the bytes of `data`, or its FLOPs for matmul."""
-    return Op(
-        name=name,
-        shape=shape,
-        call=data.attention(planner),
-        error=partial(data.error, planner),
-        tolerance=TOLERANCE,
-        ceiling=ceiling,
-        amount=data.flops if ceiling == "matmul" else data.bytes,
-        **more,
-    )
+def pages_of(
+    setting: Setting, rows: Rows, heads: Heads, page_size: int = PAGE_SIZE, layers: int = LAYERS
+) -> Paged:
+    """Return rows over one layer of a pool as in serving, where a page is one block of all layers.
 
-
-def envelope(setting: Setting, heads: Heads, num_pages: int, page_size: int, layers: int) -> Tensor:
-    """Return one layer of a pool as in serving, where a page is one block of all layers."""
-    shape = (num_pages, heads.kv_heads, layers, 2, page_size, heads.head_dim)
-    return setting.randn(*shape).unbind(2)[layers // 2]
-
-
-def per_layer(setting: Setting, heads: Heads, num_pages: int, page_size: int) -> Tensor:
-    """Return a pool of one layer only."""
-    return setting.randn(num_pages, heads.kv_heads, 2, page_size, heads.head_dim)
-
-
-def num_pages_of(rows: Rows, page_size: int) -> int:
-    return sum(-(-length // page_size) for length in rows.lengths)
+    With one layer, the pool is that of a single layer.
+    """
+    count = sum(rows.num_pages(page_size))
+    pool = setting.randn(count, heads.kv_heads, layers, 2, page_size, heads.head_dim)
+    return paged(setting, rows, heads.heads, pool.unbind(2)[layers // 2])
 
 
 def paged(
@@ -196,9 +193,9 @@ def paged(
     scale: float | None = None,
     value_dim: int | None = None,
 ) -> Paged:
-    """Give the rows pages of `kv` in random order. `kv` must have at least `num_pages_of` pages."""
+    """Give the rows pages of `kv`, which has enough of them, in random order."""
     page_size, head_dim = kv.shape[3:]
-    counts = [-(-length // page_size) for length in rows.lengths]
+    counts = rows.num_pages(page_size)
     on_device = partial(torch.tensor, dtype=torch.int32, device=setting.device)
     order = torch.randperm(kv.shape[0], device=setting.device)
     return Paged(
@@ -206,9 +203,13 @@ def paged(
         setting.randn(rows.num_tokens, heads, head_dim),
         kv,
         page_ids=order[: sum(counts)].int(),
-        page_starts=on_device([sum(counts[:i]) for i in range(len(counts))]),
-        query_starts=on_device([sum(rows.queries[:i]) for i in range(len(counts) + 1)]),
+        page_starts=on_device(_starts(counts)[:-1]),
+        query_starts=on_device(_starts(rows.queries)),
         lengths=on_device(rows.lengths),
         scale=head_dim**-0.5 if scale is None else scale,
         value_dim=value_dim,
     )
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)]

@@ -1,6 +1,6 @@
 """The parts of `python -m tools.bench.gpu`, one module each, in execution order."""
 
-from tools.bench.gpu.frame import Part
+from tools.bench.gpu.process import Part
 
 PARTS = (
     Part("machine", "ceilings: bandwidth, matrix products, launches", 40),

@@ -10,34 +10,18 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from engine import batch_invariance
 from engine.kv_cache.layout import KVLayout
 from engine.models.probe import differing_operation
 from kernels import device
 from kernels.narrow import FIRST_ARCHITECTURE
-from tools.bench.gpu.frame import NOTES, Row, Tables, guarded
 from tools.bench.gpu.model.models import random_model
 from tools.bench.gpu.operations import equal_queries, equal_rows
-from tools.bench.gpu.operations.equal_queries import AttentionShape, Prompt
-from tools.bench.gpu.setting import Setting
+from tools.bench.gpu.operations.equal_queries import AttentionShape, KeysAndQueries
+from tools.bench.gpu.process import NOTES, Row, guarded
+from tools.bench.gpu.setting import Setting, Work
 
-TABLES: Tables = {
-    "rows": {
-        "operation": "{operation}",
-        "dtype": "{dtype}",
-        "compared with": "{way}",
-        "numbers": "{numbers}",
-        "differing": "{differing}",
-    },
-    "models": {
-        "model": "{model}",
-        "dtype": "{dtype}",
-        "first operation that differs": "{operation}",
-    },
-    "verdict": {"GPU": "{gpu}", "passed": "{passed}", "record": "{record}"},
-}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE_SIZE = 16
 SHAPES = {
@@ -51,19 +35,15 @@ SHAPES = {
 DRY_SHAPES = {"2/1x24": AttentionShape()}
 
 
-def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+def compile_calls(setting: Setting) -> Iterator[Work]:
     """Yield calls that need the same kernels as `measure`, except those of the models."""
-    counts = setting.sized((1, 65, max(equal_rows.COUNTS)), (1,))
     for dtype in setting.sized(DTYPES, (torch.float32,)):
         for _, operation in equal_rows.operations(setting, dtype):
-            for count in counts:
-                yield partial(_call_once, partial(_first_rows, operation, count, setting))
+            for count in setting.sized((1, 65, max(equal_rows.COUNTS)), (1,)):
+                rows = partial(torch.arange, count, device=setting.device)
+                yield partial(_call_once, lambda run=operation, rows=rows: run(rows()))
         for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
             yield partial(_call_once, partial(list, _attention(setting, dtype, name, shape)))
-
-
-def _first_rows(operation: equal_rows.Rows, count: int, setting: Setting) -> Tensor:
-    return operation(torch.arange(count, device=setting.device))
 
 
 def _call_once(call: Callable[[], object]) -> None:
@@ -101,7 +81,7 @@ def _compared(setting: Setting) -> Iterator[Row]:
 
 
 def _operation(
-    setting: Setting, dtype: torch.dtype, name: str, operation: equal_rows.Rows
+    setting: Setting, dtype: torch.dtype, name: str, operation: equal_rows.Operation
 ) -> Iterator[Row]:
     counts = setting.sized(equal_rows.COUNTS, equal_rows.DRY_COUNTS)
     yield _row(name, dtype, "other rows", equal_rows.compare(operation, counts, setting.device))
@@ -113,8 +93,8 @@ def _attention(
     narrow = device.architecture() >= FIRST_ARCHITECTURE and dtype != torch.float32
     if shape.kept_in is not None and not narrow:
         return
-    prompt = Prompt(setting.sized(2500, 70), shape, dtype, setting.device)
-    compare = partial(equal_queries.compare, prompt, tokens=setting.sized(16, 4))
+    data = KeysAndQueries(setting.sized(2500, 70), shape, dtype, setting.device)
+    compare = partial(equal_queries.compare, data, tokens=setting.sized(16, 4))
     for window in setting.sized((None, 700), (None, 20)):
         for seed, cap in enumerate((None, 30.0)):
             for way, found in compare(seed=seed, window=window, soft_cap=cap).items():
@@ -123,24 +103,13 @@ def _attention(
 
 
 def _row(operation: str, dtype: torch.dtype, way: str, found: equal_rows.Compared) -> Row:
-    return {
-        "table": "rows",
-        "operation": operation,
-        "dtype": str(dtype).removeprefix("torch."),
-        "way": way,
-        "numbers": found.numbers,
-        "differing": found.differing,
-    }
+    labels = {"operation": operation, "dtype": str(dtype).removeprefix("torch."), "way": way}
+    return {"table": "rows", **labels, **found._asdict()}
 
 
 def _model(setting: Setting, name: str) -> Iterator[Row]:
     model, _ = random_model(name, setting.device, setting.dtype)
     layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype, None, model.spec.draft)
     found = differing_operation(model, layout)
-    yield {
-        "table": "models",
-        "model": name,
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "operation": found or "none",
-        "differing": int(bool(found)),
-    }
+    labels = {"model": name, "dtype": str(setting.dtype).removeprefix("torch.")}
+    yield {"table": "models", **labels, "operation": found or "none", "differing": int(bool(found))}

@@ -7,21 +7,15 @@ Triton's output on disk. Measures nothing.
 import importlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
-from tools.bench.gpu.frame import Row, Tables, note
-from tools.bench.gpu.setting import Setting
-
-TABLES: Tables = {
-    "compiled": {"calls": "{calls}", "processes": "{processes}", "seconds": "{seconds:.1f}"}
-}
+from tools.bench.gpu.process import Row, note
+from tools.bench.gpu.setting import Setting, Work
 
 PARTS = ("attention", "bits", "decode", "kernels", "layout", "tuning")  # each has `compile_calls`
 PROCESSES = 14
-
-Call = Callable[[], object]
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -38,29 +32,21 @@ def measure(setting: Setting) -> Iterator[Row]:
         fork.Process(target=_work, args=(setting, calls[place::processes], outlet)).start()
         outlet.close()
         inlets.append(inlet)
-    yield from _failures(inlets)
-    yield {
-        "table": "compiled",
-        "calls": len(calls),
-        "processes": processes,
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def _failures(inlets: "list[Connection[Any, Any]]") -> Iterator[Row]:
-    """Yield failures as the processes report them, until the last process has ended."""
-    while inlets:
+    while inlets:  # a process closes its end when it is done
         for inlet in cast("list[Connection[Any, Any]]", wait(inlets)):
             try:
                 yield note("while compiling", inlet.recv())
             except EOFError:
                 inlets.remove(inlet)
+    seconds = time.perf_counter() - started
+    counts = {"calls": len(calls), "processes": processes}
+    yield {"table": "compiled", **counts, "seconds": seconds}
 
 
-def _work(setting: Setting, calls: Sequence[Call], outlet: "Connection[Any, Any]") -> None:
+def _work(setting: Setting, calls: Sequence[Work], outlet: "Connection[Any, Any]") -> None:
     for call in calls:
         try:
             call()
             setting.finish()
         except Exception as error:  # noqa: BLE001  the caller that needs it will see it again
-            outlet.send(f"{type(error).__name__}: {error}"[:500])
+            outlet.send(f"{type(error).__name__}: {error}")

@@ -1,28 +1,26 @@
 """Part kernels: every operation of a step except attention, on the shapes of an 8B model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kernels.backends.fla import FlashLinearAttention
-from tools.bench.gpu.frame import Row, Tables
-from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages, recurrent
-from tools.bench.gpu.ops import COLUMNS, Op, calls, measure_package
-from tools.bench.gpu.ops import measure as measure_ops
-from tools.bench.gpu.setting import Setting
+from tools.bench.gpu.operation import Make, calls, measure_ops, measure_package
+from tools.bench.gpu.operations import elementwise, logits, products
+from tools.bench.gpu.process import Row
+from tools.bench.gpu.setting import Setting, Work
 
 OPS = {
     "logits": logits.ops,
     "elementwise": elementwise.ops,
-    "linear": linear.ops,
-    "experts": experts.ops,
-    "pages": pages.ops,
-    "recurrent": recurrent.ops,
+    "linear": products.linear_ops,
+    "experts": products.expert_ops,
+    "pages": elementwise.page_ops,
+    "recurrent": products.recurrent_ops,
 }
-TABLES: Tables = dict.fromkeys((*OPS, "fla"), COLUMNS)
 
 
-def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+def compile_calls(setting: Setting) -> Iterator[Work]:
     """Yield calls that need the same kernels as `measure`."""
-    for name in ("logits", "elementwise", "experts", "pages", "recurrent"):
+    for name in OPS.keys() - {"linear"}:
         yield from calls(OPS[name](setting))
 
 
@@ -33,6 +31,6 @@ def measure(setting: Setting) -> Iterator[Row]:
     yield from measure_package(setting, fla_ops, "fla")
 
 
-def fla_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+def fla_ops(setting: Setting) -> Iterator[Make]:
     """Return the delta rule over prompts by flash-linear-attention. Raises Unavailable."""
-    return recurrent.prompts(setting, FlashLinearAttention.open().delta_rule)
+    return products.delta_rule_ops(setting, FlashLinearAttention.open().delta_rule)

@@ -6,7 +6,7 @@ graph node, and the link to host memory.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import triton
@@ -14,60 +14,43 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device as kernel_device
-from tools.bench.gpu.clock import Timing
-from tools.bench.gpu.frame import Row, Tables, guarded, note
-from tools.bench.gpu.setting import Setting, rate
-
-TABLES: Tables = {
-    "device": {
-        "GPU": "{name}",
-        "multiprocessors": "{multiprocessors}",
-        "memory GiB": "{memory_gib:.1f}",
-        "L2 MiB": "{l2_mib:.0f}",
-        "capability": "{capability}",
-    },
-    "ceilings": {
-        "what": "{what}",
-        "by": "{by}",
-        "": "{rate:.1f}",
-        "unit": "{unit}",
-        "ms": "{ms:.3f}",
-    },
-    "launches": {"what": "{what}", "us each": "{us:.2f}", "of": "{launches}"},
-}
+from tools.bench.gpu.process import Row, guarded, note
+from tools.bench.gpu.setting import Floor, Setting, Work
 
 
 def measure(setting: Setting) -> Iterator[Row]:
     setting.launch_kernels()
     if not setting.dry:
-        yield _device(setting)
+        properties = torch.cuda.get_device_properties(setting.device)
+        yield {
+            "table": "device",
+            "name": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": properties.total_memory / 2**30,
+            "l2_mib": properties.L2_cache_size / 2**20,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
     for what in (_copies, _reads, _products, _host_link, _launches):
         yield from guarded(what.__name__, what(setting))
 
 
-def _device(setting: Setting) -> Row:
-    properties = torch.cuda.get_device_properties(setting.device)
-    return {
-        "table": "device",
-        "name": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "memory_gib": properties.total_memory / 2**30,
-        "l2_mib": properties.L2_cache_size / 2**20,
-        "capability": f"{properties.major}.{properties.minor}",
-    }
+def ceilings_of(rows: list[Row]) -> dict[str, float]:
+    """Return the highest measured rate of each kind. 0: not measured."""
+    best = dict.fromkeys(("copy", "read", "matmul"), 0.0)
+    for row in rows:
+        if (kind := row.get("ceiling")) is not None:
+            best[kind] = max(best[kind], row["rate"] / Floor(kind, 1.0).rate(1.0)["rate"])
+    return best
 
 
 def _copies(setting: Setting) -> Iterator[Row]:
     source = setting.randn(setting.sized(2 << 30, 1 << 12))
     target = torch.empty_like(source)
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Work] = {
         "torch copy_": lambda: target.copy_(source),
         "torch neg": lambda: torch.neg(source, out=target),
     }
-    for by, work in ways.items():
-        work()
-        timing = setting.clock.time(work)
-        yield _ceiling("copy", "copy on the device", by, 2.0 * source.nbytes, timing)
+    yield from _ceilings(setting, Floor("copy", 2.0 * source.nbytes), "copy on the device", ways)
 
 
 def _reads(setting: Setting) -> Iterator[Row]:
@@ -75,18 +58,18 @@ def _reads(setting: Setting) -> Iterator[Row]:
     numbers.uniform_(-1.0, 1.0)
     expected = float(numbers.sum(dtype=torch.float64))
     size = kernel_device.num_multiprocessors(setting.device)
-    ways: dict[str, Callable[[], Tensor]] = {
+    ways = {
         f"{programs} programs, blocks of {block}": _reader(numbers, programs, block)
         for programs, block in ((4 * size, 4096), (8 * size, 4096), (16 * size, 2048))
     }
     ways["torch sum"] = numbers.sum
     for by, work in ways.items():
         error = abs(float(work().sum(dtype=torch.float64)) - expected)
-        if not error < 1.0:  # one missing block is a difference of about 40
+        if error < 1.0:  # one missing block is a difference of about 40
+            floor = Floor("read", numbers.nbytes)
+            yield from _ceilings(setting, floor, "reading only", {by: work})
+        else:
             yield note(f"reading by {by}", f"wrong: the sum is off by {error:.2g}")
-            continue
-        timing = setting.clock.time(work)
-        yield _ceiling("read", "reading only", by, numbers.nbytes, timing)
 
 
 def _reader(numbers: Tensor, programs: int, block: int) -> Callable[[], Tensor]:
@@ -102,25 +85,39 @@ def _reader(numbers: Tensor, programs: int, block: int) -> Callable[[], Tensor]:
 def _products(setting: Setting) -> Iterator[Row]:
     size = setting.sized(8192, 64)
     a, b = setting.randn(size, size), setting.randn(size, size)
-    torch.mm(a, b)
-    timing = setting.clock.time(lambda: torch.mm(a, b), cold=False)
-    yield _ceiling("matmul", f"matrix product, {size} cubed", "torch mm", 2.0 * size**3, timing)
+    floor, ways = Floor("matmul", 2.0 * size**3), {"torch mm": lambda: torch.mm(a, b)}
+    yield from _ceilings(setting, floor, f"matrix product, {size} cubed", ways, cold=False)
 
 
 def _host_link(setting: Setting) -> Iterator[Row]:
     on_host = torch.ones(setting.sized(1 << 30, 1 << 12), dtype=torch.uint8)
     on_host = on_host if setting.dry else on_host.pin_memory()
     on_device = torch.empty_like(on_host, device=setting.device)
-    ways: dict[str, Callable[[], object]] = {
+    ways: dict[str, Work] = {
         "host to device, pinned": lambda: on_device.copy_(on_host, non_blocking=True),
         "device to host, pinned": lambda: on_host.copy_(on_device, non_blocking=True),
     }
     for what, work in ways.items():
-        work()
-        timing = setting.clock.time(work)
-        row = _ceiling("copy", what, "one block of 1 GiB", on_host.nbytes, timing)
+        by = {"one block of 1 GiB": work}
+        (row,) = _ceilings(setting, Floor("copy", on_host.nbytes), what, by)
         del row["ceiling"]  # this is the link's rate, not the device memory's
         yield row
+
+
+def _ceilings(
+    setting: Setting, floor: Floor, what: str, ways: Mapping[str, Work], *, cold: bool = True
+) -> Iterator[Row]:
+    for by, work in ways.items():
+        work()
+        timing = setting.clock.time(work, cold=cold)
+        yield {
+            "table": "ceilings",
+            "ceiling": floor.ceiling,
+            "what": what,
+            "by": by,
+            **floor.rate(timing.p50),
+            "ms": timing.p50 * 1e3,
+        }
 
 
 def _launches(setting: Setting) -> Iterator[Row]:
@@ -131,6 +128,10 @@ def _launches(setting: Setting) -> Iterator[Row]:
         for _ in range(launches):
             _empty_kernel[(1,)](word)
 
+    def row(what: str, seconds: float) -> Row:
+        us = seconds / launches * 1e6
+        return {"table": "launches", "what": what, "us": us, "launches": launches}
+
     work()
     setting.finish()
     began = time.perf_counter()
@@ -138,8 +139,8 @@ def _launches(setting: Setting) -> Iterator[Row]:
     enqueued = time.perf_counter()
     setting.finish()
     done = time.perf_counter()
-    yield _launch_row("Triton launch, the host's time", enqueued - began, launches)
-    yield _launch_row("Triton launches in a row, until all are done", done - began, launches)
+    yield row("Triton launch, the host's time", enqueued - began)
+    yield row("Triton launches in a row, until all are done", done - began)
     if setting.dry:
         yield note("nodes of a CUDA graph", "not in the dry mode")
         return
@@ -148,27 +149,7 @@ def _launches(setting: Setting) -> Iterator[Row]:
         work()
     graph.replay()
     timing = setting.clock.time(graph.replay, cold=False)
-    yield _launch_row("node of a CUDA graph, an empty kernel", timing.p50, launches)
-
-
-def _ceiling(ceiling: str, what: str, by: str, amount: float, timing: Timing) -> Row:
-    return {
-        "table": "ceilings",
-        "ceiling": ceiling,
-        "what": what,
-        "by": by,
-        **rate(ceiling, amount, timing.p50),
-        "ms": timing.p50 * 1e3,
-    }
-
-
-def _launch_row(what: str, seconds: float, launches: int) -> Row:
-    return {
-        "table": "launches",
-        "what": what,
-        "us": seconds / launches * 1e6,
-        "launches": launches,
-    }
+    yield row("node of a CUDA graph, an empty kernel", timing.p50)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

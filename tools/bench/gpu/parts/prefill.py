@@ -9,27 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.models.decoder import DecoderSpec
-from tools.bench.gpu.frame import Row, Tables, guarded
 from tools.bench.gpu.model import proof
 from tools.bench.gpu.model.engine import PAGE_SIZE, make_pool
-from tools.bench.gpu.model.forwards import Forwards
 from tools.bench.gpu.model.models import random_model, spec_of
-from tools.bench.gpu.setting import Setting, rate
-
-TABLES: Tables = {
-    "prompts": {
-        "model": "{model}",
-        "tokens": "{tokens}",
-        "in chunks of": "{chunk}",
-        "ms": "{ms:.1f}",
-        "tokens/s": "{tokens_per_s:.0f}",
-        "": "{rate:.0f}",
-        "unit": "{unit}",
-        "share of the matmul ceiling": "{share:.1%}",
-        "of it attention's FLOPs": "{attention_part:.0%}",
-    },
-    **proof.TABLES,
-}
+from tools.bench.gpu.model.proof import PromptForwards
+from tools.bench.gpu.process import Row, guarded
+from tools.bench.gpu.setting import Floor, Setting
 
 MODELS = ("Llama-3-8B", "Qwen3-8B", "Qwen3-0.6B")
 CASES = ((8192, 8192), (1024, 1024), (32768, 32768), (8192, 2048))  # tokens, chunk
@@ -46,16 +31,15 @@ def measure(setting: Setting) -> Iterator[Row]:
         cases = setting.sized(CASES, DRY_CASES)
         pool = make_pool(model, -(-max(tokens for tokens, _ in cases) // PAGE_SIZE))
         for tokens, chunk in cases:
-            rows = _prompt(setting, name, Forwards(model, pool, [tokens]), tokens, chunk)
+            rows = _prompt(setting, name, PromptForwards(model, pool, [tokens]), tokens, chunk)
             yield from guarded(f"{name}, {tokens} tokens", rows)
 
 
 def _prompt(
-    setting: Setting, name: str, forwards: Forwards, tokens: int, chunk: int
+    setting: Setting, name: str, forwards: PromptForwards, tokens: int, chunk: int
 ) -> Iterator[Row]:
-    chunks = [
-        forwards.batch([start], [min(start + chunk, tokens)]) for start in range(0, tokens, chunk)
-    ]
+    starts = range(0, tokens, chunk)
+    chunks = [forwards.batch([start], [min(start + chunk, tokens)]) for start in starts]
 
     def work() -> None:
         for batch in chunks:
@@ -63,9 +47,8 @@ def _prompt(
 
     work()
     timing = setting.clock.time(work, cold=False)
-    spec = spec_of(name)
-    products, attention = _flops(spec, tokens)
-    flops = products + attention
+    products, attention = _flops(spec_of(name), tokens)
+    floor = Floor("matmul", products + attention)
     yield {
         "table": "prompts",
         "model": name,
@@ -73,9 +56,9 @@ def _prompt(
         "chunk": chunk,
         "ms": timing.p50 * 1e3,
         "tokens_per_s": tokens / timing.p50,
-        **rate("matmul", flops, timing.p50),
-        "share": setting.share("matmul", flops, timing.p50),
-        "attention_part": attention / flops,
+        **floor.rate(timing.p50),
+        "share": setting.share(floor, timing.p50),
+        "attention_part": attention / floor.amount,
     }
 
 

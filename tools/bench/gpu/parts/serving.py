@@ -6,57 +6,26 @@ shows the cost of sharing a device, not the gain of disaggregation.
 """
 
 import asyncio
-import contextlib
+import operator
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvloop
 
-from tools.bench.gpu.frame import Row, Tables, guarded
 from tools.bench.gpu.model.models import CONFIGS, SERVED, write_checkpoint
+from tools.bench.gpu.process import Row, guarded
 from tools.bench.gpu.setting import Setting
 from tools.bench.gpu.systems import exposure
-from tools.bench.gpu.systems.loads import Loads, Sizes, equal_share, ttft_ms
+from tools.bench.gpu.systems.loads import LoadSizes, SystemLoads
 from tools.bench.support import peer
-from tools.bench.support.load import Client
-from tools.bench.support.systems import Mode, serving
+from tools.bench.support.load import Answer, Client, summary
+from tools.bench.support.systems import Mode, System, serving
 
-TABLES: Tables = {
-    "time to first token": {
-        "system": "{system}",
-        "devices": "{devices}",
-        "prompt": "{prompt}",
-        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
-        "p90": "{ttft_ms[p90]:.1f}",
-    },
-    "hand-off": exposure.COLUMNS,
-    "decode under prefill": {
-        "system": "{system}",
-        "devices": "{devices}",
-        "streams": "{streams}",
-        "ITL ms p50": "{quiet_ms[p50]:.1f}",
-        "p99": "{quiet_ms[p99]:.1f}",
-        "under prefills p50": "{disturbed_ms[p50]:.1f}",
-        "p99 ": "{disturbed_ms[p99]:.1f}",
-        "max": "{disturbed_ms[max]:.1f}",
-        "a long prompt alone, ms": "{long_prompt_ms:.0f}",
-    },
-    "full streams": {
-        "system": "{system}",
-        "devices": "{devices}",
-        "streams": "{streams}",
-        "tokens/s": "{tokens_per_s:.0f}",
-        "TTFT ms p50": "{ttft_ms[p50]:.1f}",
-        "ITL ms p50": "{itl_ms[p50]:.1f}",
-        "p99": "{itl_ms[p99]:.1f}",
-    },
-    "compared": {"what": "{what}", "": "{text}"},
-}
-
-SIZES = Sizes(
+SIZES = LoadSizes(
     vocabulary=CONFIGS[SERVED]["vocab_size"],
     prompt=2048,
     prompts=8,
@@ -66,7 +35,7 @@ SIZES = Sizes(
     stream_output=64,
     rounds=2,
 )
-DRY_SIZES = Sizes(
+DRY_SIZES = LoadSizes(
     vocabulary=CONFIGS["tiny"]["vocab_size"],
     prompt=48,
     prompts=2,
@@ -79,6 +48,7 @@ DRY_SIZES = Sizes(
 MODES: tuple[Mode, ...] = ("colocated", "disaggregated")
 CHUNK, DRY_CHUNK = 2048, 64
 PAGES, DRY_PAGES = 6144, 256  # pages of each node: two nodes and a reader share a device
+PEER = "transformers"
 PEER_S = 150.0
 WARM_UP_TOKENS = 8  # of transformers
 MEMORY = Path("/dev/shm")  # the checkpoint is written, read once or twice, and deleted
@@ -88,82 +58,84 @@ def measure(setting: Setting) -> Iterator[Row]:
     where = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="baton-bench-gpu-", dir=where) as directory:
         name = setting.sized(SERVED, "tiny")
-        bench = _Bench(setting, write_checkpoint(Path(directory), name, setting.device))
+        model = write_checkpoint(Path(directory), name, setting.device)
+        bench = _Comparison(setting, model, setting.sized(SIZES, DRY_SIZES))
         if not setting.dry:
             torch.cuda.empty_cache()
         for mode in MODES:
             yield from guarded(f"{mode} system", _one_by_one(bench.system(mode)))
-        yield from guarded("transformers", _one_by_one(bench.transformers()))
+        yield from guarded(PEER, _one_by_one(bench.transformers()))
         yield from bench.compared()
 
 
 @dataclass(slots=True, eq=False)
-class _Bench:
-    """Measures one system after the other, and keeps the data to compare them."""
+class _Comparison:
+    """Measures one system after the other, and keeps the data to compare them, by system."""
 
     setting: Setting
     model: Path
-    sizes: Sizes = field(init=False)
+    sizes: LoadSizes
     singles: dict[str, list[list[int]]] = field(default_factory=dict)  # tokens
     fulls: dict[str, list[list[int]]] = field(default_factory=dict)
     ttft_ms: dict[str, float] = field(default_factory=dict)
     tokens_per_s: dict[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.sizes = self.setting.sized(SIZES, DRY_SIZES)
-
     async def system(self, mode: Mode) -> AsyncIterator[Row]:
         """Yield all measurements of one system while it runs."""
-        setting, sizes = self.setting, self.sizes
-        two = not setting.dry and torch.cuda.device_count() > 1
-        alone = mode == "colocated"
-        names = {"system": mode, "devices": 1 if alone else 2 if two else "1, in turns"}
+        two = not self.setting.dry and torch.cuda.device_count() > 1
+        devices = 1 if mode == "colocated" else 2 if two else "1, in turns"
         prefill_flags = ["--device=cuda:1"] if two else []
-        async with contextlib.AsyncExitStack() as stack:
-            system = await stack.enter_async_context(
-                serving(mode, self.model, self._flags(), prefill_flags=prefill_flags)
-            )
-            client = await stack.enter_async_context(Client(system.target))
-            loads = Loads(client, sizes)
-            await loads.warm_up()
-            answers = await loads.single()
-            self.singles[mode] = [answer.token_ids for answer in answers]
-            self._prove(mode)
-            times = ttft_ms(answers)
-            self.ttft_ms[mode] = times["p50"]
-            table = "time to first token"
-            yield {"table": table, **names, "prompt": sizes.prompt, "ttft_ms": times}
-            quiet = await loads.decoding()
-            disturbed, long_prompt_s = await loads.disturbed()
-            yield {
-                "table": "decode under prefill",
-                **names,
-                "streams": sizes.streams,
-                "quiet_ms": quiet,
-                "disturbed_ms": disturbed,
-                "long_prompt_ms": long_prompt_s * 1e3,
-            }
-            answers, row = await loads.full()
-            self.fulls[mode] = [answer.token_ids for answer in answers]
-            self.tokens_per_s[mode] = row["tokens_per_s"]
-            yield {"table": "full streams", **names, "streams": sizes.streams, **row}
-            for node in await system.nodes():
-                if node.role == "prefill":
-                    cuts = exposure.Cuts(setting.sized(CHUNK, DRY_CHUNK), sizes.long_prompt)
-                    async for row in exposure.measure(
-                        setting, self.model, node.address, sizes.vocabulary, cuts
-                    ):
-                        yield row
+        async with (
+            serving(mode, self.model, self._flags(), prefill_flags=prefill_flags) as system,
+            Client(system.target) as client,
+        ):
+            loads = SystemLoads(client, self.sizes)
+            async for row in self._loads(mode, loads):
+                yield {"table": row.pop("table"), "system": mode, "devices": devices, **row}
+            async for row in self._handoffs(system):
+                yield row
+
+    async def _loads(self, mode: Mode, loads: SystemLoads) -> AsyncIterator[Row]:
+        await loads.warm_up()
+        answers = await loads.single()
+        self.singles[mode] = _tokens(answers)
+        self._prove()
+        ttft_ms = summary(answers)["ttft_ms"]
+        self.ttft_ms[mode] = ttft_ms["p50"]
+        table = "time to first token"
+        yield {"table": table, "prompt": self.sizes.prompt, "ttft_ms": ttft_ms}
+        quiet_ms = await loads.decoding()
+        disturbed_ms, long_prompt_s = await loads.disturbed()
+        yield {
+            "table": "decode under prefill",
+            "streams": self.sizes.streams,
+            "quiet_ms": quiet_ms,
+            "disturbed_ms": disturbed_ms,
+            "long_prompt_ms": long_prompt_s * 1e3,
+        }
+        answers = await loads.full()
+        yield self._full(mode, _tokens(answers), summary(answers))
+
+    async def _handoffs(self, system: System) -> AsyncIterator[Row]:
+        chunk, sizes = self.setting.sized(CHUNK, DRY_CHUNK), self.sizes
+        for node in await system.nodes():
+            if node.role == "prefill":
+                given = sizes.vocabulary, chunk, sizes.long_prompt
+                rows = exposure.measure(self.setting, self.model, node.address, *given)
+                async for row in rows:
+                    yield row
 
     async def transformers(self) -> AsyncIterator[Row]:
-        jobs, streams = Loads.full_jobs(self.sizes), self.sizes.streams
+        jobs, streams = self.sizes.full(), self.sizes.streams
         device, dtype = str(self.setting.device), str(self.setting.dtype).removeprefix("torch.")
         async with peer.transformers(self.model, device, dtype, PEER_S) as ask:
             row = await ask(jobs, peer.shortened(jobs[:streams], WARM_UP_TOKENS), streams, 1)
-        self.fulls["transformers"] = row.pop("token_ids")
-        self.tokens_per_s["transformers"] = row["tokens_per_s"]
-        names = {"system": "transformers", "devices": 1, "streams": streams}
-        yield {"table": "full streams", **row, **names}
+        tokens = row.pop("token_ids")
+        yield {"system": PEER, "devices": 1, **self._full(PEER, tokens, row)}
+
+    def _full(self, system: str, tokens: list[list[int]], row: dict[str, Any]) -> Row:
+        self.fulls[system], self.tokens_per_s[system] = tokens, row["tokens_per_s"]
+        return {"table": "full streams", "streams": self.sizes.streams, **row}
 
     def compared(self) -> Iterator[Row]:
         """Compare all pairs of systems measured so far.
@@ -171,21 +143,20 @@ class _Bench:
         In bfloat16, systems that batch differently may give different responses. Single prompts are
         batched alike.
         """
-        first, second = "colocated", "disaggregated"
+        first, second = MODES
         if {first, second} <= self.singles.keys():
-            equal = equal_share(self.singles[second], self.singles[first])
-            yield _compared(f"single answers, {second} equal to {first}", equal, f"{equal:.0%}")
+            equal = _equal_share(self.singles[second], self.singles[first])
+            yield _compared(f"single answers, {second} equal to {first}", equal)
             added = self.ttft_ms[second] - self.ttft_ms[first]
-            yield _compared("TTFT added by disaggregation, ms", added, f"{added:.1f}")
-        if "transformers" in self.fulls:
-            for name in sorted(self.fulls.keys() - {"transformers"}):
-                ratio = self.tokens_per_s[name] / self.tokens_per_s["transformers"]
-                yield _compared(f"tokens/s, {name} over transformers", ratio, f"{ratio:.2f}")
-                equal = equal_share(self.fulls[name], self.fulls["transformers"])
-                what = f"answers of full streams, {name} equal to transformers"
-                yield _compared(what, equal, f"{equal:.0%}")
+            yield _compared("TTFT added by disaggregation, ms", added)
+        if PEER in self.fulls:
+            for name in sorted(self.fulls.keys() - {PEER}):
+                ratio = self.tokens_per_s[name] / self.tokens_per_s[PEER]
+                yield _compared(f"tokens/s, {name} over {PEER}", ratio)
+                equal = _equal_share(self.fulls[name], self.fulls[PEER])
+                yield _compared(f"answers of full streams, {name} equal to {PEER}", equal)
 
-    def _prove(self, mode: Mode) -> None:
+    def _prove(self) -> None:
         """Check the responses before speed is reported.
 
         In bfloat16 a response may differ from the other system's after a few tokens, but rarely at
@@ -195,15 +166,14 @@ class _Bench:
             RuntimeError: most first tokens differ from those of the previous system.
         """
         firsts = [[tokens[:1] for tokens in single] for single in self.singles.values()]
-        if (equal := equal_share(firsts[0], firsts[-1])) < 0.5:
+        if (equal := _equal_share(firsts[0], firsts[-1])) < 0.5:
             raise RuntimeError(f"only {equal:.0%} of its first tokens are the other system's")
 
     def _flags(self) -> list[str]:
         setting = self.setting
-        dtype = str(setting.dtype).removeprefix("torch.")
         return [
             f"--device={setting.device}",
-            f"--dtype={dtype}",
+            f"--dtype={str(setting.dtype).removeprefix('torch.')}",
             f"--engine.cache.num-pages={setting.sized(PAGES, DRY_PAGES)}",
             "--engine.cache.swap-pages=0",
             f"--engine.scheduler.chunked-prefill-tokens={setting.sized(CHUNK, DRY_CHUNK)}",
@@ -211,8 +181,18 @@ class _Bench:
         ]
 
 
-def _compared(what: str, value: float, text: str) -> Row:
-    return {"table": "compared", "what": what, "value": value, "text": text}
+def _compared(what: str, value: float) -> Row:
+    return {"table": "compared", "what": what, "value": value}
+
+
+def _tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def _equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
+    """Return the share of responses whose tokens all equal the other system's."""
+    equal: int = sum(map(operator.eq, answers, others))
+    return equal / len(answers)
 
 
 def _one_by_one(rows: AsyncIterator[Row]) -> Iterator[Row]:

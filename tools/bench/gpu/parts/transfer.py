@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, Ints
-from tools.bench.gpu.frame import Row, Tables, guarded, note
-from tools.bench.gpu.ops import unequal_share
+from tools.bench.gpu.operation import difference
+from tools.bench.gpu.process import Row, guarded, note
 from tools.bench.gpu.setting import Setting
 from tools.bench.gpu.systems.producer import (
     ProducerProcess,
@@ -28,25 +29,6 @@ from tools.bench.gpu.systems.producer import (
     pool_of,
     producer_process,
 )
-
-TABLES: Tables = {
-    "paths": {
-        "from": "{source}",
-        "backend": "{backend}",
-        "path": "{path}",
-        "its own probe, GiB/s": "{probe_gib_per_s:.1f}",
-        "connected in s": "{connect_s:.2f}",
-    },
-    "reads": {
-        "from": "{source}",
-        "by": "{by}",
-        "pages": "{pages}",
-        "MiB": "{mib:.1f}",
-        "us": "{us:.0f}",
-        "GB/s of payload": "{gb_per_s:.1f}",
-        "of the raw gather": "{of_raw:.0%}",
-    },
-}
 
 PAGE_BYTES = 147456 * 16  # 16 tokens of Qwen3-4B and 8B
 COUNTS = (512, 64, 8, 1)
@@ -94,73 +76,58 @@ def _from_device(setting: Setting, source: torch.device) -> Iterator[Row]:
                 yield note(f"{by} from {source}", f"{wrong:.2%} of the bytes are wrong")
                 del reads[by]
         for count in counts:
-            yield from _rows(setting, str(source), reads, count, num_pages, page_bytes)
+            for row in _rows(setting, reads, count, num_pages):
+                size = count * page_bytes
+                rates = {"mib": size / 2**20, "gb_per_s": size / row["us"] / 1e3}
+                yield {"table": "reads", "source": str(source), **row, **rates}
 
 
-def _rows(
-    setting: Setting,
-    source: str,
-    reads: dict[str, Read],
-    count: int,
-    num_pages: int,
-    page_bytes: int,
-) -> Iterator[Row]:
-    """Yield the rows.
+def _rows(setting: Setting, reads: dict[str, Read], count: int, num_pages: int) -> Iterator[Row]:
+    """Yield a row per path.
 
     The paths take turns in rounds, so that changes of the machine's speed affect all of them.
     """
     rng = np.random.default_rng(count)
     seconds: dict[str, list[float]] = {by: [] for by in reads}
     for _ in range(setting.sized(ROUNDS, 1)):
-        from_pages, to_pages = (
-            rng.permutation(num_pages)[:count].astype(np.int32) for _ in range(2)
-        )
+        pages = [rng.permutation(num_pages)[:count].astype(np.int32) for _ in range(2)]
         for by, read in reads.items():
             setting.finish()
             started = time.perf_counter()
-            read(from_pages, to_pages)
+            read(*pages)
             seconds[by].append(time.perf_counter() - started)
     median = {by: statistics.median(times) for by, times in seconds.items()}
     raw = min(median[by] for by in median if by.startswith("raw"))
     for by, read_s in median.items():
-        yield {
-            "table": "reads",
-            "source": source,
-            "by": by,
-            "pages": count,
-            "mib": count * page_bytes / 2**20,
-            "us": read_s * 1e6,
-            "gb_per_s": count * page_bytes / read_s / 1e9,
-            "of_raw": raw / read_s,
-        }
+        yield {"by": by, "pages": count, "us": read_s * 1e6, "of_raw": raw / read_s}
 
 
 def _raw_reads(
     setting: Setting, producer: ProducerProcess, expected: Tensor, landing: Tensor
 ) -> dict[str, Read]:
-    reads = {"raw gather, this process": _gather(setting, expected, landing)}
+    reads: dict[str, Read] = {
+        "raw gather, this process": partial(_gather, setting, expected, landing)
+    }
     if producer.served.shared:
         import torch.multiprocessing  # noqa: F401  teaches pickle to find shared tensors
 
         theirs: Tensor = pickle.loads(producer.served.shared)
-        reads["raw gather, CUDA IPC"] = _gather(setting, theirs, landing)
+        reads["raw gather, CUDA IPC"] = partial(_gather, setting, theirs, landing)
     return reads
 
 
-def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
-    """Return a consumer that gathers pages into the first pages of `landing`, whatever their
-    destination, with one kernel, complete on return."""
-
-    def read(from_pages: Ints, to_pages: Ints) -> None:
-        ids = torch.from_numpy(from_pages).to(source.device)
-        target = landing[: len(ids)]
-        if source.device == landing.device:
-            torch.index_select(source, 0, ids, out=target)
-        else:
-            target.copy_(source.index_select(0, ids))
-        setting.finish()
-
-    return read
+def _gather(
+    setting: Setting, source: Tensor, landing: Tensor, from_pages: Ints, to_pages: Ints
+) -> None:
+    """Gather pages into the first pages of `landing`, whatever their destination, with one kernel,
+    complete on return."""
+    ids = torch.from_numpy(from_pages).to(source.device)
+    target = landing[: len(ids)]
+    if source.device == landing.device:
+        torch.index_select(source, 0, ids, out=target)
+    else:
+        target.copy_(source.index_select(0, ids))
+    setting.finish()
 
 
 def _connected(
@@ -181,4 +148,4 @@ def _wrong_share(setting: Setting, read: Read, expected: Tensor, landing: Tensor
     setting.finish()
     pages = np.arange(len(expected), dtype=np.int32)
     read(pages, pages)
-    return unequal_share(landing, expected)
+    return difference(landing, expected)

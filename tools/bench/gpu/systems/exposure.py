@@ -7,64 +7,48 @@ long.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from common.config import EngineConfig, TransferConfig
-from tools.bench.gpu.frame import Row
 from tools.bench.gpu.model.engine import PAGE_SIZE
+from tools.bench.gpu.process import Row
 from tools.bench.gpu.setting import Setting
 from tools.bench.handoff.watcher import Watcher, watching
-
-COLUMNS = {
-    "path": "{path}",
-    "prompt": "{tokens}",
-    "chunks": "{chunks}",
-    "KV MiB": "{kv_mib:.0f}",
-    "prefill ms": "{prefill_ms:.1f}",
-    "exposed ms": "{exposed_ms:.2f}",
-    "if nothing were hidden": "{whole_ms:.2f}",
-    "hidden": "{hidden:.0%}",
-    "bound": "{bound:.0%}",
-}
 
 PROMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Tokens of a chunk, as the prefill node divides prompts, and of a prompt of many chunks."""
-
-    chunk: int
-    prompt: int
-
-
 async def measure(
-    setting: Setting, model: Path, address: str, vocabulary: int, cuts: Cuts
+    setting: Setting, model: Path, address: str, vocabulary: int, chunk: int, prompt: int
 ) -> AsyncIterator[Row]:
-    """Yield one row per kind of prompt, the long one last."""
+    """Yield one row per kind of prompt, the long one last.
+
+    Args:
+        chunk: tokens of a chunk, as the prefill node divides prompts.
+        prompt: tokens of a prompt of many chunks.
+    """
     config = EngineConfig.model_validate(
         {
             "model": str(model),
             "device": str(setting.device),
             "dtype": str(setting.dtype).removeprefix("torch."),
             "cuda_graphs": False,
-            "cache": {"num_pages": 3 * cuts.prompt // PAGE_SIZE, "swap_pages": 0},
+            "cache": {"num_pages": 3 * prompt // PAGE_SIZE, "swap_pages": 0},
         }
     )
     async with watching(address, config, TransferConfig()) as watcher:
         fixed_ms, chunk_ms = 0.0, 0.0
-        for tokens in (PAGE_SIZE, cuts.chunk, cuts.prompt):
+        for tokens in (PAGE_SIZE, chunk, prompt):
             prefill_ms, exposed_ms = await _take(watcher, vocabulary, tokens)
-            chunks = -(-tokens // cuts.chunk)
+            chunks = -(-tokens // chunk)
             if tokens == PAGE_SIZE:
                 fixed_ms = exposed_ms
             elif chunks == 1:
                 chunk_ms = max(0.0, exposed_ms - fixed_ms)
-            whole_ms = max(exposed_ms, fixed_ms + chunk_ms * tokens / cuts.chunk)
+            whole_ms = max(exposed_ms, fixed_ms + chunk_ms * tokens / chunk)
             yield {
                 "table": "hand-off",
                 "path": watcher.producer.path,
@@ -82,8 +66,6 @@ async def measure(
 async def _take(watcher: Watcher, vocabulary: int, tokens: int) -> tuple[float, float]:
     """Return medians in ms: from admission to the first token, and from there to the end."""
     rng = np.random.default_rng(tokens)
-    taken = [
-        await watcher.take(rng.integers(1, vocabulary, tokens, dtype=np.int32))
-        for _ in range(PROMPTS)
-    ][1:]
+    prompts = rng.integers(1, vocabulary, (PROMPTS, tokens), dtype=np.int32)
+    taken = [await watcher.take(prompt) for prompt in prompts][1:]
     return 1e3 * median(t.first_token for t in taken), 1e3 * median(t.exposed for t in taken)

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import IO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,19 +56,17 @@ def pool_of(pages: Tensor) -> PagePool:
     return PagePool(pages.data_ptr(), page_bytes, num_pages, str(pages.device))
 
 
-class ProducerProcess:
+class ProducerProcess(NamedTuple):
     """A running producer's process, made by `producer_process`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: PoolRegion):
-        self._process = process
-        self.served = served
-        self.remote = remote
+    stdin: IO[bytes]
+    served: Served
+    remote: PoolRegion
 
     def stop_polling(self) -> None:
         """Stop its polling, so that it is as idle as a serving node's producer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
+        self.stdin.write(b"\n")
+        self.stdin.flush()
 
 
 @contextlib.contextmanager
@@ -88,7 +87,8 @@ def producer_process(
         if not line:
             raise RuntimeError(f"the producer's process ended with {process.wait(10)}")
         served = msgspec.json.decode(line, type=Served)
-        yield ProducerProcess(process, served, PoolRegion(served.base, page_bytes, num_pages))
+        remote = PoolRegion(served.base, page_bytes, num_pages)
+        yield ProducerProcess(process.stdin, served, remote)
     process.wait(10)
 
 

@@ -13,43 +13,34 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from tools.bench.support.record import say, table
+from tools.bench.support.record import say, show
 
 Row: TypeAlias = dict[str, Any]  # "table": name of the table that shows the row
-Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # columns by table, as for record.table
 
 NOTES = "notes"  # the table that every part has: "what" and "note"
+TRIED = "tried"  # a table for the record only
 _NOTE_LENGTH = 400
 _PATIENCE_S = 8.0  # seconds for a part to stop the processes that it has started
 _PR_SET_PDEATHSIG = 1
 
 
-class PartModule(Protocol):
-    """The module of a part: tools/bench/gpu/parts/NAME.py."""
+class Part(NamedTuple):
+    """A part of the measurements: the function `measure(setting)` of tools/bench/gpu/parts/NAME.py.
 
-    TABLES: Tables
+    `measure` yields each row as soon as it is known, the most important ones first.
 
-    def measure(self, setting: Any) -> Iterator[Row]:
-        """Yield each row as soon as it is known, the most important ones first."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the measurements, with its share of their time. Later parts may use unused time."""
+    Attributes:
+        share: share of the time of all parts. Later parts may use unused time.
+    """
 
     name: str
     what: str
     share: float
-
-    @property
-    def module(self) -> str:
-        return f"tools.bench.gpu.parts.{self.name}"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,16 +51,18 @@ class Report:
     status: str = ""
     wall_s: float = 0.0
     rows: list[Row] = field(default_factory=list)
-    tables: Tables = field(default_factory=dict)
 
     def show(self) -> None:
-        for name, columns in self.tables.items():
-            if rows := [row for row in self.rows if row["table"] == name]:
-                say(f"-- {name}")
-                table(rows, columns)
+        tables: dict[str, list[Row]] = {}
         for row in self.rows:
-            if row["table"] == NOTES:
-                say(f"{row['what']}: {row['note']}")
+            rest = {**row}
+            tables.setdefault(rest.pop("table"), []).append(rest)
+        notes, _ = tables.pop(NOTES, []), tables.pop(TRIED, [])
+        for name, rows in tables.items():
+            say(f"-- {name}")
+            show(rows)
+        for row in notes:
+            say(f"{row['what']}: {row['note']}")
         say(f"{self.part.name}: {self.status}, {self.wall_s:.0f} s, {len(self.rows)} rows")
 
 
@@ -108,7 +101,11 @@ def run(
     process.start()
     outlet.close()
     try:
-        _listen(inlet, started + limit_s, report, keep)
+        while not report.status and inlet.poll(max(0.0, started + limit_s - time.monotonic())):
+            row, report.status = inlet.recv()
+            if not report.status:
+                report.rows.append(row)
+                keep(row)
     except EOFError:
         process.join()
         report.status = f"failed: its process ended with {process.exitcode}"
@@ -119,23 +116,6 @@ def run(
     report.status = report.status or f"cut after its {limit_s:.0f} s"
     report.wall_s = round(time.monotonic() - started, 1)
     return report
-
-
-def _listen(
-    inlet: "Connection[Any, Any]", late: float, report: Report, keep: Callable[[Row], None]
-) -> None:
-    """Receive rows until the part reports its end, or until it is late."""
-    while inlet.poll(max(0.0, late - time.monotonic())):
-        kind, content = inlet.recv()
-        match kind:
-            case "tables":
-                report.tables = content
-            case "row":
-                report.rows.append(content)
-                keep(content)
-            case "status":
-                report.status = content
-                return
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:
@@ -152,28 +132,28 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 # Runs in the part's process.
 
 
-class _Cut(BaseException):
+class _TimeExpired(BaseException):
     """The part's time has expired. Must not be caught and ignored."""
 
 
 def _measure(part: Part, make_setting: Callable[[], Any], outlet: "Connection[Any, Any]") -> None:
+    """Send each row with an empty status, and at last the status."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGTERM, _leave)
     try:
-        module: PartModule = importlib.import_module(part.module)
-        outlet.send(("tables", module.TABLES))
+        module = importlib.import_module(f"tools.bench.gpu.parts.{part.name}")
         for row in module.measure(make_setting()):
-            outlet.send(("row", _rounded(row)))
+            outlet.send((_rounded(row), ""))
         status = "done"
-    except _Cut:
+    except _TimeExpired:
         return
     except ModuleNotFoundError as error:
         status = f"skipped: {error.name} is not installed"
     except BaseException as error:  # noqa: BLE001  the other parts continue
         traceback.print_exc()
         status = f"failed: {type(error).__name__}: {error}"
-    outlet.send(("status", status))
+    outlet.send((None, status))
 
 
 def _rounded(value: Any) -> Any:
@@ -189,4 +169,4 @@ def _rounded(value: Any) -> Any:
 
 def _leave(number: int, frame: object) -> None:
     """Unwind the stack, so that contexts end the processes that they have started."""
-    raise _Cut
+    raise _TimeExpired
