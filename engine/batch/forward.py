@@ -6,7 +6,7 @@ takes microseconds. Every column is a copy, so that a launched forward never see
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -128,6 +128,17 @@ class ForwardBatch(_Rows[Tensor], frozen=True, eq=False):
             self.num_decodes,
         )
 
+    def movable(self) -> "ForwardBatch":
+        """Return the same step, with own memory for the tensors that change if rows begin early. On
+        a CPU, an uploaded step is in the memory of its host columns."""
+        return replace(
+            self,
+            token_ids=self.token_ids.clone(),
+            positions=self.positions.clone(),
+            lengths=self.lengths.clone(),
+            locations=tuple(each.clone() for each in self.locations),
+        )
+
     def states_after(self, counts: Tensor) -> StateRows:
         """Return the states of the rows with drafts, to be written after verification.
 
@@ -162,6 +173,47 @@ class HostBatch(_Rows[HostColumn], frozen=True, eq=False):
         return batch, uploaded[len(own) :]
 
 
+class _RaggedRows(NamedTuple):
+    """Where the tokens of rows of any length are. It depends only on the lengths.
+
+    Attributes:
+        query_starts, sampled: see _Rows.
+        rows: row of each token.
+        numbers: int32 [num_tokens], number of each token in its row.
+        newest: place of each row's last token that is no draft.
+        counts_before_decodes: tokens of each row up to the last one with several tokens.
+    """
+
+    query_starts: Ints
+    sampled: NDArray[np.int64]
+    rows: NDArray[np.intp]
+    numbers: Ints
+    newest: NDArray[np.integer[Any]]
+    counts_before_decodes: list[int]
+
+    @classmethod
+    def of(cls, counts: Ints, *, verify: bool = False) -> Self:
+        """Return the rows with these numbers of tokens.
+
+        Args:
+            verify: all tokens of a row except its first are drafts.
+        """
+        query_starts = np.zeros(len(counts) + 1, np.int32)
+        np.add.accumulate(counts, out=query_starts[1:])
+        rows = np.arange(len(counts)).repeat(counts)
+        numbers = np.arange(len(rows), dtype=np.int32) - query_starts[rows]
+        sampled = last = query_starts[1:].astype(np.int64) - 1
+        newest: NDArray[np.integer[Any]] = last
+        if verify:
+            before_last = np.ones(len(rows), np.bool_)
+            before_last[last] = False
+            sampled = np.concatenate((last, before_last.nonzero()[0]))
+            newest = query_starts[:-1]
+        long_rows = (counts != 1).nonzero()[0]
+        past = 1 + int(long_rows[-1]) if len(long_rows) else 0
+        return cls(query_starts, sampled, rows, numbers, newest, counts[:past].tolist())
+
+
 class BatchBuilder:
     """Builds the inputs of a step in host memory. Engine thread only.
 
@@ -177,12 +229,14 @@ class BatchBuilder:
         # Arrays, because numpy would convert a Python int in every call.
         self._page_size = np.array(table.page_size, np.int64)
         self._page_size_32 = np.array(table.page_size, np.int32)
-        self._one, self._one_32 = np.array(1, np.int64), np.array(1, np.int32)
+        self._one_32 = np.array(1, np.int32)
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._places_32 = self._places.astype(np.int32)
         # Where rows of `_num_pages` pages start, as in the newest step of such rows.
         self._num_pages, self._row_starts = 1, self._places_32
+        # The rows of the newest step that had other rows than a decode step.
+        self._ragged_key, self._ragged = (False, b""), _RaggedRows.of(np.zeros(0, np.int32))
         self._stateless: dict[int, dict[str, HostColumn]] = {}  # by number of rows
 
     def build(self, batch: ScheduleBatch) -> HostBatch:
@@ -210,32 +264,22 @@ class BatchBuilder:
             states = known
         else:
             states = self._stateless[num_rows] = self._states(batch, slots)
-        extends: Sequence[tuple[int, int]] = ()
+        extends: tuple[tuple[int, int], ...] = ()
         if batch.mode is ForwardMode.DECODE:
             query_starts, sampled = self._places_32[: num_rows + 1], self._places[:num_rows]
             positions = starts
             token_ids, locations = self._tokens(slots, starts, slots, starts, sampled)
         else:
-            counts = ends - starts
-            query_starts = np.zeros(num_rows + 1, np.int32)
-            np.add.accumulate(counts, out=query_starts[1:])
-            firsts = query_starts[:-1]
-            positions = (starts - firsts).repeat(counts)
-            positions += np.arange(len(positions), dtype=np.int32)
-            sampled = query_starts[1:] - self._one  # int64
-            newest = ends - self._one_32
-            newest_places: NDArray[np.integer[Any]] = sampled
-            if batch.mode is ForwardMode.VERIFY:
-                newest, newest_places = starts, firsts
-                before_last = np.ones(len(positions), np.bool_)
-                before_last[sampled] = False
-                sampled = np.concatenate((sampled, before_last.nonzero()[0]))
+            ragged = self._ragged_rows(ends - starts, verify=batch.mode is ForwardMode.VERIFY)
+            query_starts, sampled = ragged.query_starts, ragged.sampled
+            positions = starts.take(ragged.rows)
+            positions += ragged.numbers
+            newest = starts if batch.mode is ForwardMode.VERIFY else ends - self._one_32
             token_ids, locations = self._tokens(
-                slots.repeat(counts), positions, slots, newest, newest_places
+                slots.take(ragged.rows), positions, slots, newest, ragged.newest
             )
-            long_rows = (counts != self._one_32).nonzero()[0]
-            past = 1 + int(long_rows[-1]) if len(long_rows) else 0
-            extends = [*zip(counts[:past].tolist(), ends[:past].tolist(), strict=True)]
+            counts = ragged.counts_before_decodes
+            extends = tuple(zip(counts, ends[: len(counts)].tolist(), strict=True))
         return HostBatch(
             token_ids=token_ids,
             positions=positions,
@@ -249,8 +293,15 @@ class BatchBuilder:
             slots=slots,
             num_decodes=num_rows - len(extends),
             seen=(),
-            extends=tuple(extends),
+            extends=extends,
         )
+
+    def _ragged_rows(self, counts: Ints, *, verify: bool) -> _RaggedRows:
+        """Return where the tokens of rows are. Most steps are like the previous one."""
+        key = verify, counts.tobytes()
+        if key != self._ragged_key:
+            self._ragged_key, self._ragged = key, _RaggedRows.of(counts, verify=verify)
+        return self._ragged
 
     def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, HostColumn]:
         writes = self._table.state[slots]

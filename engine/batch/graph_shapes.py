@@ -69,17 +69,22 @@ class GraphShape(NamedTuple):
         return len(batch.sampled) <= self.tokens
 
     def padded_starts(self, query_starts: Ints) -> Ints:
-        """Return `query_starts` of a step padded to this shape.
+        """Return `query_starts` of a step padded to this shape."""
+        ends = self.padding_ends(len(query_starts) - 1, int(query_starts[-1]))
+        return np.concatenate((query_starts, ends))
+
+    def padding_ends(self, num_rows: int, num_tokens: int) -> Ints:
+        """Return where the padding rows of a step end.
 
         The surplus tokens are divided among the first padding rows, so that no row is long. Other
         padding rows have no tokens.
         """
-        end, added = int(query_starts[-1]), self.rows + 1 - len(query_starts)
-        if not added:
-            return query_starts
-        each = -(-(self.tokens - end) // added)
-        ends = np.arange(end + each, end + each * added + 1, each, dtype=np.int32)
-        return np.concatenate((query_starts, np.minimum(ends, self.tokens)))
+        added = self.rows - num_rows
+        each = -(-(self.tokens - num_tokens) // added) if added else 0
+        ends: Ints = np.arange(1, added + 1, dtype=np.int32)
+        ends *= np.int32(each)
+        ends += np.int32(num_tokens)
+        return np.minimum(ends, self.tokens, out=ends)
 
 
 def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShape, ...]:

@@ -277,7 +277,7 @@ class Forwards:
         """Run a step by graphs alone, including the choice of its tokens, and verify drafts of the
         host. Return False, without any effect, if that is not possible."""
         shape, speculated, future = step.graph, step.speculated, self._future
-        if shape is None or shape.late or speculated.early or speculated.places:
+        if shape is None or shape.late or speculated.places:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
@@ -285,7 +285,10 @@ class Forwards:
             return False
         if step.adapters is not None:
             step.adapters.fill(self._bank)
-        tokens = graphs.run(shape, rows, step.adapter_columns, parameters)
+        graphs.send(shape, rows, step.adapter_columns, parameters, speculated.early)
+        if speculated.early:
+            graphs.move(shape, rows, speculated.early[0], future.rejected)
+        tokens = graphs.run(shape, len(rows.sampled))
         if speculated.most:
             drafts = graphs.draft_rows(shape, len(rows.slots), speculated.most)
             output.verified = _copied_to_host(
@@ -398,6 +401,7 @@ class Forwards:
             num_tables=tables.num_tables,
             max_pages=sizes.max_pages,
             hidden_size=self._model.spec.hidden_size,
+            page_size=tables.page_size,
             state_pages=tables.state_pages,
             late=tables.state_pages > 0 or self._model.drafter is not None,
             beside_bytes=sizes.sampling_bytes,
@@ -438,6 +442,7 @@ class Forwards:
         if step.graph is None:
             parts.append(step.adapter_columns)
             uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
+            uploaded = uploaded.movable() if speculated.early else uploaded
         else:
             assert self._graphs is not None
             parameters = sampling.parameters()
@@ -449,7 +454,7 @@ class Forwards:
         page_size = self._pool.layout.page_size
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
         if speculated.to_guess:
-            draw = sampling.draws(of_rows, settled.early_chosen)
+            draw = sampling.draws(of_rows, settled.early)
             settled = self._guessed(settled, step, draw)
         on_device = settled, heads.on_device(of_heads), of_rows
         if step.graph is not None:
@@ -468,7 +473,7 @@ class Forwards:
 
     def _ran(self, prepared: _Prepared, hidden: Tensor, late: LateStates | None = None) -> _Forward:
         settled, heads = prepared.step, prepared.heads
-        sampled, early = settled.batch.sampled, settled.early_chosen
+        sampled, early = settled.batch.sampled, settled.early
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
         return _Forward(settled, states, prepared.sent, late, prepared.chooses)
 

@@ -14,17 +14,18 @@ import logging
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from common.errors import EngineFault
 from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
+from engine.batch.batch import Ints
+from engine.batch.early_rows import row_inputs
 from engine.batch.forward import NUM_VARYING, ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
 from engine.batch.upload import (
@@ -41,6 +42,7 @@ from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
 from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, Graph, choice_padding
 from kernels.adapters.low_rank import TokensBySlot
+from kernels.sampling.early_rows import EarlyRows, move_early_rows
 from kernels.sampling.verify import DraftRows
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class GraphSizes:
         num_tables: page tables of every row.
         max_pages: pages of one row, in all tables together.
         hidden_size: numbers per hidden state.
+        page_size: tokens of a page.
         state_pages: pages of one row for recurrent states, in addition.
         late: whether the model has states to update after verification.
         beside_bytes: bytes for sampling tensors that are uploaded together with a step's inputs.
@@ -109,6 +112,7 @@ class GraphSizes:
     num_tables: int
     max_pages: int
     hidden_size: int
+    page_size: int
     state_pages: int = 0
     late: bool = False
     beside_bytes: int = 0
@@ -129,17 +133,39 @@ class _Inputs:
     """The inputs of a graph, and the state updates that its forward defers.
 
     Attributes:
-        batch, adapted: the step and its adapters, on the device.
+        batch, adapted: a step of this shape and its adapters, on the device.
         fixed: tensors of `batch` whose sizes follow from the shape.
         padding: padding of the choice of tokens, of adapters and of `fixed`, in host memory.
         late: the pending state updates of the latest replay.
     """
 
+    shape: GraphShape
     batch: ForwardBatch
     adapted: AdapterStep | None
     fixed: list[Tensor]
     padding: PaddedBlock
     late: LateStates | None = None
+    # Where padding rows end, by the numbers of rows and tokens that a step of this shape may have.
+    _padding_ends: dict[tuple[int, int], Ints] = field(default_factory=dict)
+
+    def columns(self, batch: HostBatch) -> list[HostColumn]:
+        """Return the columns of a step for `fixed`, without padding. Empty if equal to the
+        padding."""
+        starts = sampled = ONLY_PADDING
+        if self.shape.is_ragged:
+            starts, sampled = self._padded_starts(batch), batch.sampled
+        states = (ONLY_PADDING,) * 4
+        if batch.state_reads.shape[1]:
+            states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
+        each = batch.token_ids, batch.positions, batch.lengths, starts, sampled
+        return [*batch.locations, *batch.page_starts, *each, *states]
+
+    def _padded_starts(self, batch: HostBatch) -> Ints:
+        key = len(batch.lengths), len(batch.token_ids)
+        ends = self._padding_ends.get(key)
+        if ends is None:
+            ends = self._padding_ends[key] = self.shape.padding_ends(*key)
+        return np.concatenate((batch.query_starts, ends))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -251,6 +277,7 @@ class StepGraphs:
         num_bytes = max(packed_bytes(self._columns(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = InputBlock(num_bytes, device)
+        self._words = self._block.memory.view(torch.int32)
         self._hidden = torch.zeros(
             max_tokens(sizes.max_rows), sizes.hidden_size, dtype=model.dtype, device=device
         )
@@ -330,7 +357,8 @@ class StepGraphs:
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
         batch = ForwardBatch.of(sent, shape.num_decodes, (), ())
-        return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(columns[:-NUM_VARYING]))
+        fixed, padding = sent[:-NUM_VARYING], PaddedBlock(columns[:-NUM_VARYING])
+        return _Inputs(shape, batch, adapted, fixed, padding)
 
     def _columns(self, shape: GraphShape) -> list[HostColumn]:
         """Return the inputs of a graph in host memory, filled with padding."""
@@ -389,7 +417,7 @@ class StepGraphs:
             beside: columns to upload in the same copy.
         """
         own, inputs = batch.columns(), self._graphs[shape].inputs
-        fixed = [*given, *_fixed(shape, batch)]
+        fixed = [*given, *inputs.columns(batch)]
         greedy = [ONLY_PADDING] * (inputs.padding.num_columns - len(fixed))
         sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
         views = [
@@ -439,34 +467,66 @@ class StepGraphs:
             self._choice.move(early)
         return self._choice.replay(num_tokens)
 
-    def run(
+    def send(
         self,
         shape: GraphShape,
         batch: HostBatch,
         adapters: Sequence[HostColumn],
         parameters: Sequence[HostColumn],
-    ) -> Tensor:
-        """Compute a step and choose its tokens, by one copy to the device and two graphs.
+        early: Sequence[HostColumn],
+    ) -> None:
+        """Copy a step to the inputs of a graph, in one copy to the device.
+
+        Args:
+            adapters: adapters of an adapted shape.
+            parameters: see TokenSampling.
+            early: see SpeculativeStep.
+        """
+        choice = [batch.slots, *(parameters or _NO_CHOICE[1:])]
+        inputs = self._graphs[shape].inputs
+        inputs.padding.send(
+            [*choice, *adapters, *inputs.columns(batch)],
+            [batch.page_ids, *early],
+            self._block,
+        )
+
+    def move(
+        self, shape: GraphShape, batch: HostBatch, guesses: HostColumn, rejected: Tensor
+    ) -> None:
+        """Move the early rows of the step of the latest `send`.
+
+        Args:
+            guesses: the column of the step in SpeculativeStep.early.
+            rejected: see FutureMap.
+        """
+        inputs, choice = self._graphs[shape].inputs, self._choice
+        sent = inputs.padding.place_after(batch.page_ids) // guesses.itemsize
+        rows = EarlyRows(
+            self._words[sent:],
+            guesses.shape[1],
+            inputs.batch.query_starts,
+            choice.slots,
+            len(batch.slots),
+        )
+        page_size = self._sizes.page_size
+        move_early_rows(rows, row_inputs(inputs.batch), rejected, choice.positions, page_size)
+
+    def run(self, shape: GraphShape, num_tokens: int) -> Tensor:
+        """Compute the step of the latest `send`, and choose its tokens, by two graphs.
 
         The last token of each row is stored for the next step. State updates that follow the
         verification of drafts are dropped.
 
         Args:
-            adapters: adapters of an adapted shape.
-            parameters: see TokenSampling.
+            num_tokens: number of samples of the step.
         Returns:
-            int32 [samples of the step], valid until the next step.
+            int32 [num_tokens], valid until the next step.
         """
-        recorded = self._graphs[shape]
-        choice = [batch.slots, *(parameters or _NO_CHOICE[1:])]
-        recorded.inputs.padding.send(
-            [*choice, *adapters, *_fixed(shape, batch)], [batch.page_ids], self._block
-        )
-        recorded.graph.replay()
-        return self._choice.replay(len(batch.sampled))
+        self._graphs[shape].graph.replay()
+        return self._choice.replay(num_tokens)
 
     def draft_rows(self, shape: GraphShape, num_rows: int, most: int) -> DraftRows:
-        """Return the rows of the step of the latest `run`, valid until the next step. `most`: see
+        """Return the rows of the step of the latest `send`, valid until the next step. `most`: see
         DraftRows."""
         batch, slots = self._graphs[shape].inputs.batch, self._choice.slots
         return DraftRows(batch.query_starts, batch.token_ids, slots, num_rows, most)
@@ -482,19 +542,6 @@ class StepGraphs:
         self._write(batch)
         recorded.graph.replay()
         return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
-
-
-def _fixed(shape: GraphShape, batch: HostBatch) -> list[HostColumn]:
-    """Return the columns of a step whose sizes follow from the shape, without padding. Empty if
-    equal to the padding."""
-    if shape.is_ragged:
-        starts = shape.padded_starts(batch.query_starts)
-        return replace(batch, query_starts=starts).columns()[:-NUM_VARYING]
-    each = batch.token_ids, batch.positions, batch.lengths
-    states = (ONLY_PADDING,) * 4
-    if batch.state_reads.shape[1]:
-        states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
-    return [*batch.locations, *batch.page_starts, *each, ONLY_PADDING, ONLY_PADDING, *states]
 
 
 def _kind(shape: GraphShape) -> _Kind:

@@ -88,7 +88,7 @@ class StepBuilder:
             return Step(swap_out=batch.swap_out, swap_in=batch.swap_in), NOTHING_ASKED
         rows, sampling = self._rows.build(batch), self._features.build(batch)
         adapters = None if self._adapters is None else self._adapters.build(batch)
-        speculated = SpeculativeStep.of(batch, self._table, rows.token_ids)
+        speculated = SpeculativeStep.of(batch, self._table, rows)
         if places := sampling.places:
             rows = rows.wanting(places)
         late = speculated.most > 0
@@ -135,7 +135,7 @@ class StepBuilder:
             verify, batch = verify_rehearsal(
                 num_slots // 2, num_tables, tables.page_size, state_pages
             )
-            speculated = SpeculativeStep.of(batch, self._table, verify.token_ids)
+            speculated = SpeculativeStep.of(batch, self._table, verify)
             if spec.draft is not None:
                 places = (places_of(batch),)
                 speculated = replace(speculated, places=places, to_guess=(len(batch.slots),))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.adapters.adapters import AdapterBatch
 from engine.batch.batch import TO_GUESS, ForwardMode, PageCopies, ScheduleBatch
-from engine.batch.early_rows import PrestagedRows, early_columns
+from engine.batch.early_rows import early_columns, row_inputs
 from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
@@ -22,6 +22,7 @@ from engine.batch.upload import HostColumn
 from engine.batch.verified_rows import VerifiedRows, places_of
 from engine.sampling.heads import SAMPLES, HeadInputs
 from engine.sampling.pooling import Pooled
+from kernels.sampling.early_rows import EarlyRows, move_early_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class SpeculativeStep:
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
-        early: columns of PrestagedRows. Empty: no row may begin early.
+        early: guesses of EarlyRows. Empty: no row may begin early.
         most: maximum number of tokens of a row that are verified. 0: no row has drafts.
         places: VerifiedRows.places. Empty: the device draws no drafts.
         to_guess: if the device drafts: number of rows with at least one draft, with at least two,
@@ -42,14 +43,14 @@ class SpeculativeStep:
     to_guess: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, table: SlotTable, token_ids: HostColumn) -> "SpeculativeStep":
-        """Return the data when a step is launched. `token_ids`: see HostBatch."""
+    def of(cls, batch: ScheduleBatch, table: SlotTable, rows: HostBatch) -> "SpeculativeStep":
+        """Return the data when a step is launched. `rows`: the step."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
         early, most = early_columns(batch, table), 0
-        if batch.mode is ForwardMode.VERIFY:
-            most = int(np.maximum.reduce(batch.ends - batch.starts))
-        to_guess = _to_guess(batch, token_ids) if most else ()
+        if batch.mode is ForwardMode.VERIFY:  # the first row has the most tokens
+            most = rows.extends[0][0] if rows.extends else 1
+        to_guess = _to_guess(batch, rows.token_ids) if most else ()
         return cls(early, most, (places_of(batch),) if to_guess else (), to_guess)
 
     def columns(self) -> Sequence[HostColumn]:
@@ -62,14 +63,20 @@ class SpeculativeStep:
         forward.
 
         Args:
-            batch: on the device.
+            batch: on the device. Changed in place.
             sent: `columns` on the device.
             rejected: see FutureMap.
         """
         num_early, early = len(self.early), None
-        if self.early:
-            batch, early = PrestagedRows(*sent[:num_early]).moved(batch, rejected, page_size)
         verified = VerifiedRows(self.most, *sent[num_early:]) if self.most else None
+        if self.early:
+            guesses, num_rows = sent[0], len(batch.slots)
+            early = guesses.new_zeros(num_rows if verified is None else len(batch.token_ids))
+            rows = EarlyRows(
+                guesses.view(-1), guesses.shape[1], batch.query_starts, batch.slots, num_rows
+            )
+            move_early_rows(rows, row_inputs(batch), rejected, early, page_size)
+            early.neg_()
         return SettledDrafts(batch, early, verified)
 
 
@@ -104,8 +111,7 @@ class SettledDrafts:
     """A step on the device, with the real positions of its rows.
 
     Attributes:
-        early: int32 [num_tokens], number of positions by which each token is earlier than
-            scheduled. None: no token is.
+        early: int32, see HiddenStates.
     """
 
     batch: ForwardBatch
@@ -116,11 +122,6 @@ class SettledDrafts:
     def num_chosen(self) -> int:
         """Number of tokens in `sampled` after which a token is sampled."""
         return len(self.batch.slots if self.verified is None else self.batch.token_ids)
-
-    @property
-    def early_chosen(self) -> Tensor | None:
-        """Values of `early` for these tokens."""
-        return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]
 
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)

@@ -78,6 +78,11 @@ class ChoiceGraphs:
         """The slots of the newest step's rows, then padding: int64 [most rows]."""
         return self._inputs[0]
 
+    @property
+    def positions(self) -> Tensor:
+        """SamplingColumns.positions of the newest step, then padding: int32 [most rows]."""
+        return self._inputs[-1]
+
     def capture(self, num_rows: int) -> None:
         """Capture the graph for a number of rows. It needs memory for their logits."""
         if not self._possible:
@@ -100,7 +105,7 @@ class ChoiceGraphs:
 
     def move(self, early: Tensor) -> None:
         """Subtract int32 [any] from the positions of the first rows."""
-        self._inputs[-1][: len(early)].sub_(early)
+        self.positions[: len(early)].sub_(early)
 
     def replay(self, num_rows: int) -> Tensor:
         """Choose the tokens of the first rows of the newest forward: int32 [num_rows], valid until

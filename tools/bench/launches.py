@@ -12,9 +12,10 @@ alone. Only steps without a graph pay them.
 
 The second table has the time of whole steps, whose graphs replay in no time: the host builds the
 inputs, packs them, copies them in one piece, and copies the tokens back. Steps with drafts also
-launch the kernel that compares drafts and samples. The scheduler and the reading of results are not
-included. Nor are the calls of the real driver: two graph launches, two copies, two events, and
-pinned memory for the tokens.
+launch the kernel that compares drafts and samples. Steps whose rows begin earlier if the step
+before rejected drafts ("early") also launch the kernel that moves these rows. The scheduler and
+the reading of results are not included. Nor are the calls of the real driver: two graph launches,
+two copies, two events, and pinned memory for the tokens.
 
 The figures are minima, because other processes only add to them.
 """
@@ -144,7 +145,7 @@ def rows_of(kind: str) -> Sequence[tuple[int, int]]:
     match kind:
         case "decode" | "sampled" | "adapters":
             return [(200, 201)] * NUM_SLOTS
-        case "verify":
+        case "verify" | "early":
             return [(200, 201 + DRAFTS)] * (NUM_SLOTS // (1 + DRAFTS))
         case _:
             return [(0, PROMPT_TOKENS)]
@@ -161,7 +162,11 @@ class Launcher:
             adapter = f"adapter{number % 4}" if kind == "adapters" else ""
             steps.add(prompt(end), SAMPLED if kind == "sampled" else GREEDY, adapter=adapter)
         starts, ends = np.array(self._rows, np.int32).T
-        modes = {"verify": ForwardMode.VERIFY, "prompt": ForwardMode.EXTEND}
+        verify, early = ForwardMode.VERIFY, None
+        modes = {"verify": verify, "early": verify, "prompt": ForwardMode.EXTEND}
+        if kind == "early":  # the step before had drafts, and its result is not known yet
+            early = np.full(len(self._rows), DRAFTS, np.int32)
+            steps.table.known[: len(self._rows)] = starts - early
         self._batch = ScheduleBatch(
             step=1,
             mode=modes.get(kind, ForwardMode.DECODE),
@@ -169,6 +174,7 @@ class Launcher:
             starts=starts.copy(),
             ends=ends.copy(),
             samples=np.ones(len(self._rows), np.bool_),
+            early=early,
         )
         if graphs:
             for shape in steps.runner.graph_shapes:
@@ -233,7 +239,7 @@ def outside(root: Path, repeats: int) -> Iterator[dict[str, Any]]:
     names = tuple(f"adapter{number}" for number in range(4))
     lora = LoraConfig(adapter_dir=root / "shelf", preload=names, max_loras=4)
     model = load(directory, torch.device("cpu"), torch.bfloat16)
-    for kind in ("decode", "sampled", "verify", "adapters", "prompt"):
+    for kind in ("decode", "sampled", "verify", "early", "adapters", "prompt"):
         launcher = Launcher(model, kind, lora if kind == "adapters" else None, graphs=True)
         yield {"step": kind, "us": launcher.microseconds(repeats), "goal_us": GOAL_US}
 

@@ -36,6 +36,7 @@ from kernels.pages.rope_and_store import rope_and_store
 from kernels.pages.store_kv import store_kv
 from kernels.quantised import NumberKind, Quantisation
 from kernels.sampling.bitmask import apply_bitmask
+from kernels.sampling.early_rows import EarlyRows, RowInputs, move_early_rows
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties, count_tokens
 from kernels.sampling.sample import SamplingColumns, sample
@@ -315,6 +316,15 @@ class _Model:
         rows = DraftRows(_ints(n + 1), tokens, _longs(n), n, 1 + n)
         verify_drafts(rows, tokens, by_slot, by_slot)
 
+    def moved(self, n: int) -> None:
+        """Move rows that begin early, with as many tokens as other steps have rows, in one page
+        table and in two."""
+        words, longs = _ints(n * (1 + n)), _longs(n * (1 + n))
+        rows = EarlyRows(words, n, _ints(n + 1), longs, n)
+        for tables in (1, 2):
+            inputs = RowInputs(words, words, words, [longs] * tables, [words] * tables, words)
+            move_early_rows(rows, inputs, _ints(NUM_SLOTS), words, self.page_size)
+
     def narrow(self, n: int) -> None:
         """Run all operations that write or read keys and values."""
         self.store(n)
@@ -338,7 +348,7 @@ class _Model:
             self.act(n)
 
 
-_BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "pack")
+_BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "moved", "pack")
 _BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
 _BY_VOCABULARY = ("restricted", "verified")
 _BF16, _FP32 = torch.bfloat16, torch.float32
