@@ -16,7 +16,7 @@ from common.requests.namespace import (
 from engine.batch.holding import PageHolding
 from engine.kv_cache.kv_events import CacheChange, CacheEvents
 from engine.kv_cache.pages import PageHolder
-from tests.engine.test_radix import SIZE, Books
+from tests.engine.test_prefix_cache import SIZE, Books
 from tests.support.engine_rig import ints
 
 

@@ -16,7 +16,7 @@ from engine.kv_cache import kv_events
 from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.kv_cache.pages import PageHolder
 from tests.engine.test_cache_events import Watched
-from tests.engine.test_radix import SIZE
+from tests.engine.test_prefix_cache import SIZE
 from tests.support.engine_rig import ints
 
 THEIRS = namespace_of("theirs")
