@@ -42,10 +42,6 @@ def edit_tensors(directory, change):
     save_file(tensors, path)
 
 
-def windows(directory):
-    return tuple(layer.mixer.window for layer in read_decoder(directory).layers)
-
-
 def load_error(directory):
     with pytest.raises(ConfigError) as error:
         load(directory, CPU, torch.float32)
@@ -214,7 +210,7 @@ def test_activations_have_their_names_from_transformers(directory, name, expecte
 def test_windows_are_those_that_transformers_fills_in(tmp_path, architecture, changes, expected):
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
-    assert windows(directory) == expected
+    assert tuple(layer.mixer.window for layer in read_decoder(directory).layers) == expected
 
 
 def test_the_layer_of_deepseek_v3_that_guesses_tokens_ahead_is_left_out(tmp_path):
