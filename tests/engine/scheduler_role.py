@@ -21,7 +21,7 @@ from engine.batch.request import Request
 from engine.build import Engine
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.specs import make_request
+from tests.support.specs import cpu_config, make_request
 
 Make = Callable[[Path], dict[str, Any]]  # makes a model, and returns fields of EngineConfig
 
@@ -31,8 +31,8 @@ NUM_PAGES = 26
 
 def config_of(tp: int = 1, num_pages: int = NUM_PAGES, **fields: Any) -> EngineConfig:
     parallel = fields.pop("parallel", {})
-    return EngineConfig(
-        **{"device": "cpu", "dtype": "float32", "threads": 1, "cpu_kernels": "off", **fields},
+    return cpu_config(
+        **{"dtype": "float32", **fields},
         parallel=ParallelConfig(tp=tp, **parallel),
         cache=CacheConfig(num_pages=num_pages, swap_pages=2 * num_pages),
         scheduler=SchedulerConfig(

@@ -17,6 +17,7 @@ from engine.build import Engine, build
 from engine.kv_cache.pages import PageHolder
 from engine.models.checkpoint import Checkpoint
 from tests.support.checkpoints import make_checkpoint
+from tests.support.specs import cpu_config
 
 TOKENS = np.arange(5, 69, dtype=np.int32)  # four pages
 PATIENCE_S = 120.0
@@ -28,11 +29,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_of(model: Path, files: Path, disk_bytes: int = 1 << 20, **cache: Any) -> EngineConfig:
-    return EngineConfig(
-        model=str(model),
-        device="cpu",
-        cpu_kernels="off",
-        threads=1,
+    return cpu_config(
+        model,
         cache=CacheConfig(**{"num_pages": 16, "swap_pages": 0, **cache}),
         offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=files, disk_bytes=disk_bytes),
     )

@@ -142,8 +142,7 @@ def test_a_long_row_among_short_ones_changes_no_token_with_or_without_graphs(tmp
 
     def generate(recorder, *groups):
         steps = Steps(model, num_slots=len(prompts) + 1, recorder=recorder)
-        for shape in steps.runner.graph_shapes:
-            steps.runner.capture(shape)
+        steps.capture_all()
         answers = [tokens for group in groups for tokens in steps.generate(group, 4)]
         steps.close()
         return answers

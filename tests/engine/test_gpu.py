@@ -30,8 +30,7 @@ def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architectur
     prompts = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 200))]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
     steps = Steps(load(directory, CUDA, torch.float32), num_slots=5, recorder=CudaRecorder())
-    for shape in steps.runner.graph_shapes:
-        steps.runner.capture(shape)
+    steps.capture_all()
     assert steps.generate(prompts, 12, chunk=32) == expected
     steps.close()
 

@@ -31,6 +31,7 @@ def model(tmp_path_factory):
 
 
 def generate(steps, num_requests, num_tokens):
+    """Serve requests with all kinds of sampling. Return their texts, and close the steps."""
     slots = []
     for number in range(num_requests):
         slots.append(steps.add(prompt(5 + 13 * number, number), PARAMS[number % len(PARAMS)]))
@@ -40,20 +41,18 @@ def generate(steps, num_requests, num_tokens):
     for _ in range(num_tokens):
         steps.decode(*slots)
     steps.settle()
-    return [steps.remove(slot) for slot in slots]
+    texts = [steps.remove(slot) for slot in slots]
+    steps.close()
+    return texts
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_graphs_change_no_token(model, overlap):
-    eager = Steps(model, num_slots=11, overlap=overlap)
-    expected = generate(eager, 11, 8)
-    eager.close()
+    expected = generate(Steps(model, num_slots=11, overlap=overlap), 11, 8)
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=11, overlap=overlap, recorder=recorder)
-    for shape in steps.runner.graph_shapes:
-        steps.runner.capture(shape)
+    steps.capture_all()
     assert generate(steps, 11, 8) == expected
-    steps.close()
     assert {rows for rows, _ in recorder.replays} > {1, 2, 4, 8, 11}
     assert {name for _, name in recorder.replays} == {"forward-stream"}
 
@@ -64,8 +63,7 @@ def test_tokens_are_chosen_by_graphs_unless_a_feature_changes_logits(model, over
     texts, recorder = [], RepeatRecorder()
     for recorded in (None, recorder):
         steps = Steps(model, num_slots=11, overlap=overlap, recorder=recorded)
-        for shape in steps.runner.graph_shapes:
-            steps.runner.capture(shape)
+        steps.capture_all()
         slots = [steps.add(prompt(5 + number, number), PARAMS[number % 3]) for number in range(11)]
         for number, slot in enumerate(slots, start=1):
             steps.prefill(slot)
@@ -96,10 +94,8 @@ def test_a_head_that_cannot_be_captured_is_launched_after_the_graph_of_layers(mo
     texts, recorder = [], WithoutChoice()
     for recorded in (None, recorder):
         steps = Steps(model, num_slots=4, recorder=recorded)
-        for shape in steps.runner.graph_shapes:
-            steps.runner.capture(shape)
+        steps.capture_all()
         texts.append(generate(steps, 3, 4))
-        steps.close()
     assert texts[0] == texts[1] and recorder.replays and not recorder.choices
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "sampling runs without CUDA graphs" in caplog.text and "nonzero" in caplog.text
@@ -120,15 +116,11 @@ class Failing(RepeatRecorder):
 
 
 def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog):
-    eager = Steps(model, num_slots=4, overlap=False)
-    expected = generate(eager, 4, 4)
-    eager.close()
+    expected = generate(Steps(model, num_slots=4, overlap=False), 4, 4)
     recorder = Failing(Uncapturable(["aten.nonzero.default"]))
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
-    for shape in steps.runner.graph_shapes:
-        steps.runner.capture(shape)
+    steps.capture_all()
     assert generate(steps, 4, 4) == expected
-    steps.close()
     assert recorder.replays == []
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
     assert "decode=False" in caplog.records[0].message and "nonzero" in caplog.text

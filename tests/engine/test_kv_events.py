@@ -16,7 +16,7 @@ from engine.kv_cache import kv_events
 from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.kv_cache.pages import PageHolder
 from tests.engine.test_cache_events import Watched
-from tests.engine.test_radix import SIZE
+from tests.engine.test_prefix_cache import SIZE
 from tests.support.engine_rig import ints
 
 THEIRS = namespace_of("theirs")
@@ -78,7 +78,7 @@ def test_a_reader_knows_the_tokens_of_every_page_in_the_tree_and_watchers_still_
         reader.read(log.take())
         assert set(reader.prompts) == watched.truth()
         if turn > 20:
-            watched.check()
+            watched.check_told()
     assert reader.num_cleared == 1
     for name, prompt in reader.prompts.items():
         assert name in {page_names(prompt, SIZE, each)[-1] for each in (SHARED, THEIRS)}

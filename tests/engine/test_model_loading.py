@@ -42,10 +42,6 @@ def edit_tensors(directory, change):
     save_file(tensors, path)
 
 
-def windows(directory):
-    return tuple(layer.mixer.window for layer in read_decoder(directory).layers)
-
-
 def load_error(directory):
     with pytest.raises(ConfigError) as error:
         load(directory, CPU, torch.float32)
@@ -216,7 +212,7 @@ def test_activations_have_transformers_names(directory, name, expected):
 def test_windows_are_filled_in_like_by_transformers(tmp_path, architecture, changes, expected):
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
-    assert windows(directory) == expected
+    assert tuple(layer.mixer.window for layer in read_decoder(directory).layers) == expected
 
 
 def test_the_draft_layer_of_deepseek_v3_is_left_out(tmp_path):

@@ -185,11 +185,6 @@ def device(request, monkeypatch):
 LOGITS_PROMPT = prompt(118)  # after all windows, and two pages decoded
 
 
-def page_prompts(page_size):
-    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
-    return [prompt(length, seed) for seed, length in enumerate(lengths)]
-
-
 def greedy_cases():
     """Yield every architecture with both page sizes. `make test` runs one of the two for each."""
     names = [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES, "gemma3_text"]
@@ -248,7 +243,8 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(
 def test_greedy_tokens_are_those_of_transformers(
     checkpoint, reference, architecture, page_size, device
 ):
-    prompts = page_prompts(page_size)
+    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     model = load(checkpoint(architecture), device, torch.float32)
     steps = Steps(model, page_size=page_size, num_slots=5)
     generated = steps.generate(prompts, 12, chunk=2 * page_size)

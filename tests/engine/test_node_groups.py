@@ -39,10 +39,6 @@ def asks(length: int, seed: int, **sampling: Any) -> tuple[list[int], SamplingPa
     return prompt(length, seed), sampled(**sampling)
 
 
-def every_sampling(seed: int) -> Requests:
-    return [(prompt(5 + 16 * n, seed + n), each) for n, each in enumerate(EVERY_SAMPLING)]
-
-
 def answers_of_one(config: EngineConfig, requests: Requests) -> dict[int, list[int]]:
     with contextlib.closing(Serving(config)) as serving:
         for tokens, sampling in requests:
@@ -60,7 +56,8 @@ def submit(node: GroupNode, requests: Requests) -> None:
     )
 
 
-BUSY: Sequence[Requests] = (every_sampling(0), [asks(90, 20), asks(40, 21), asks(3, 22)])
+EVERY: Requests = [(prompt(5 + 16 * n, n), each) for n, each in enumerate(EVERY_SAMPLING)]
+BUSY: Sequence[Requests] = (EVERY, [asks(90, 20), asks(40, 21), asks(3, 22)])
 ONE_IDLE: Sequence[Requests] = ((), [asks(70, 3), asks(9, 4)])
 NGRAM = SpeculativeConfig(
     method="ngram", adaptive=False, num_speculative_tokens=3, prompt_lookup_min=1

@@ -1,3 +1,5 @@
+"""The order in which waiting requests are admitted, by policy, priority and arrival."""
+
 from collections import Counter
 from typing import Any, get_args
 
@@ -9,8 +11,8 @@ from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.arrivals import PolicyName, SchedulePolicy
-from tests.engine.test_radix import Books
+from engine.scheduler.arrivals import PolicyName, PriorityQueue, SchedulePolicy
+from tests.engine.test_prefix_cache import Books
 from tests.support.engine_rig import Rig
 from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
@@ -174,11 +176,12 @@ POLICIES = get_args(PolicyName)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_higher_priority_goes_first_under_every_policy(policy):
-    asked = {"max_tokens": 99, "arrived": 1000.0}
-    waiting = [_request(n, [n] * 9, priority=(0, 3, -2)[n % 3], **asked) for n in range(12)]
-    waiting.sort(key=lambda request: request.queue_position)
+    waiting: PriorityQueue[int, Request] = PriorityQueue()
+    for number in range(12):
+        priority = (0, 3, -2)[number % 3]
+        waiting.put(number, _request(number, [number] * 9, priority=priority, arrived=1000.0))
     cache = _cache([0] * 8, [2] * 8)
-    order = SchedulePolicy(policy, cache, Counter, FakeClock()).order(waiting)
+    order = SchedulePolicy(policy, cache, Counter, FakeClock()).order(list(waiting))
     assert [request.spec.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 

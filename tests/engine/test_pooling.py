@@ -16,6 +16,7 @@ from engine.loop.loop import EventLoop
 from engine.models import load
 from tests.engine.scheduler_role import SchedulerRole
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.specs import cpu_config
 
 CHUNK = 32
 LAST, MEAN = PoolingParams(PoolingMode.LAST), PoolingParams(PoolingMode.MEAN)
@@ -59,12 +60,9 @@ def pools():
     made: list[Engine] = []
 
     def make(directory, *, overlap=True, backend="auto", **cache: object) -> Pools:
-        config = EngineConfig(
-            model=str(directory),
-            device="cpu",
+        config = cpu_config(
+            directory,
             dtype="float32",
-            threads=1,
-            cpu_kernels="off",
             model_backend=backend,
             cache=CacheConfig(num_pages=128, **cache),
             scheduler=SchedulerConfig(chunked_prefill_tokens=CHUNK, max_running_requests=8),

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from common.errors import EngineFault, FailedPrecondition, InvalidRequest
+from common.errors import EngineFault, FailedPrecondition
 from engine.batch.batch import BatchResult, ForwardMode
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
-from tests.support.engine_rig import CHUNK_TOKENS, Rig, ints
+from tests.support.engine_rig import Rig, ints
 
 EOS = (5, 6, 7, 8, 9, 10)
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -183,158 +183,6 @@ def test_a_chunk_enters_the_tree_only_when_its_forward_is_done():
     rig.run()
 
 
-# Chunks
-
-
-@BOTH
-def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last(overlap):
-    rig = Rig(overlap_schedule=overlap, chunked_prefill_tokens=40)
-    rig.add(range(16), max_tokens=1)
-    rig.run()
-    rig.chunks.clear()
-    request = rig.add(range(90), max_tokens=2)
-    rig.run()
-    assert [(c.start, c.end) for c in rig.chunks] == [(16, 48), (48, 80), (80, 90)]
-    assert [c.first_token for c in rig.chunks] == [None, None, rig.tokens[request.key][0]]
-    assert all(c.request is request for c in rig.chunks)
-
-
-def test_all_pages_of_a_prompt_are_reserved_at_admission():
-    rig = Rig(chunked_prefill_tokens=16)
-    rig.add(range(70), max_tokens=2)
-    rig.step()
-    ((key, pages),) = rig.admitted
-    assert key == 1 and len(pages) == 5
-    assert rig.scheduler.queued_tokens() == 70
-    rig.run()
-    assert rig.scheduler.queued_tokens() == 0
-
-
-def test_a_running_prompt_goes_first_and_shares_the_rest_of_its_chunk():
-    rig = Rig(chunked_prefill_tokens=64)
-    rig.add([1] * 80, max_tokens=2)
-    rig.add([2] * 20, max_tokens=2)
-    rig.step(2)
-    first, second = rig.runner.batches
-    assert (first.starts.tolist(), first.ends.tolist()) == ([0], [64])
-    assert (second.starts.tolist(), second.ends.tolist()) == ([64, 0], [80, 20])
-    assert second.samples.tolist() == [True, True]
-
-
-def test_prefill_goes_first_and_decode_waits_unless_mixed():
-    rig = Rig(chunked_prefill_tokens=32, mixed_chunk=False)
-    rig.add([1] * 20, max_tokens=10)
-    rig.step(2)
-    rig.add([2] * 64, max_tokens=2)
-    rig.step(3)
-    modes = [batch.mode for batch in rig.runner.batches]
-    extend, decode = ForwardMode.EXTEND, ForwardMode.DECODE
-    assert modes == [extend, decode, extend, extend, decode]
-
-
-@BOTH
-def test_mixed_chunks_contain_the_decode_rows(overlap):
-    rig = Rig(overlap_schedule=overlap, chunked_prefill_tokens=32)
-    rig.add([1] * 20, max_tokens=10)
-    rig.step(2)
-    rig.add([2] * 64, max_tokens=2)
-    rig.step()
-    batch = rig.runner.batches[2]
-    assert batch.mode is ForwardMode.MIXED
-    assert (batch.ends - batch.starts).tolist() == [16, 1]  # 32 less a decode row, page aligned
-    assert batch.samples.tolist() == [False, True]
-    rig.complete()
-
-
-# Seen failing with prefill first, and decode only when no prompt is left: no token in 120 forwards.
-def test_a_running_response_gets_a_token_from_each_forward_while_prompts_are_computed():
-    rig = Rig(num_pages=512, max_running_requests=32, chunked_prefill_tokens=64)
-    running = rig.add([1] * 16, max_tokens=800)
-    rig.step(3)
-    for number in range(20):
-        rig.add([number + 2] * 250, max_tokens=2)
-    while rig.scheduler.queued_tokens() or rig.scheduler.num_waiting:
-        before = len(rig.tokens[running.key])
-        rig.step()
-        assert len(rig.tokens[running.key]) == before + 1
-    rig.run()
-
-
-# Seen failing if the whole running batch is subtracted from the chunk: 16 tokens.
-def test_only_decode_rows_of_the_forward_reduce_its_chunk():
-    rig = Rig(chunked_prefill_tokens=32)
-    rig.add([1] * 16, max_tokens=1)
-    rig.step()
-    rig.add([2] * 64, max_tokens=1)
-    rig.step()
-    assert rig.runner.batches[1].ends.tolist() == [32]
-    rig.run()
-
-
-@pytest.mark.parametrize(
-    "num_running, config, num_tokens",
-    [
-        (10, {}, CHUNK_TOKENS - 16),  # whole pages of the rest after 10 decode rows
-        (11, {}, 512),
-        (11, {"mixed_chunk": False}, CHUNK_TOKENS),
-        (11, {"chunked_prefill_tokens": 1024}, 1024 - 16),
-        (11, {"chunked_prefill_tokens": 256}, 256 - 16),
-        (11, {"chunked_prefill_tokens": -1}, 3000),
-    ],
-)
-def test_a_chunk_is_small_beside_many_running_requests(num_running, config, num_tokens):
-    rig = Rig(num_pages=400, max_running_requests=16, context_length=4096, **config)
-    for number in range(num_running):
-        rig.add([number] * 4, max_tokens=40)
-    rig.step(2)
-    rig.add([99] * 3000, max_tokens=1)
-    rig.step()
-    first = rig.runner.batches[-1]
-    assert (first.ends - first.starts)[0] == num_tokens
-    rig.complete()
-
-
-# Seen failing without max_prefill_tokens in Admission: both in one forward. Seen failing with the
-# usual chunk size instead of none: [2048, 2049].
-def test_without_chunks_a_prompt_longer_than_the_usual_chunk_is_not_cut():
-    num_tokens = CHUNK_TOKENS + 1
-    rig = Rig(num_pages=256, context_length=4096, chunked_prefill_tokens=-1)
-    rig.add([1] * num_tokens, max_tokens=2)
-    rig.step()
-    assert [batch.ends.tolist() for batch in rig.runner.batches] == [[num_tokens]]
-    rig.run()
-
-
-def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
-    rig = Rig(chunked_prefill_tokens=64, max_prefill_tokens=32)
-    for number in range(2):
-        rig.add([number] * 20, max_tokens=2)
-    rig.step(2)
-    assert [batch.samples.sum() for batch in rig.runner.batches] == [1, 2]
-    assert [len(rig.admitted[i][1]) for i in range(2)] == [2, 2]
-    rig.run()
-
-
-@pytest.mark.parametrize(
-    "most, lengths, rows",
-    [
-        (0, [20] * 4, [4]),
-        (3, [20] * 4, [3, 1]),
-        (1, [20] * 4, [1, 1, 1, 1]),
-        pytest.param(2, [68, 4, 4], [1, 2, 1], id="a last chunk counts"),
-    ],
-)
-def test_the_prompts_of_a_forward_are_limited(most, lengths, rows):
-    rig = Rig(chunked_prefill_tokens=64 if max(lengths) > 64 else 0, max_prefill_requests=most)
-    for number, length in enumerate(lengths):
-        rig.add([number] * length, max_tokens=1)
-    rig.complete()
-    assert [len(batch.slots) for batch in rig.runner.batches] == rows
-
-
-# The prefix cache
-
-
 def test_the_prefix_cache_of_an_idle_engine_is_within_its_size_limit():
     rig = Rig(max_cached_pages=5, chunked_prefill_tokens=32)
     for number in range(6):
@@ -359,94 +207,6 @@ def test_pages_beyond_the_size_limit_are_evicted_when_a_peer_has_read_them():
     rig.pages.drop(published, PageHolder.PUBLICATION)
     rig.step()
     assert rig.cache.num_pages == 2
-
-
-# Admission. test_room.py tests requests that wait for a slot
-
-
-def test_a_prompt_that_never_fits_is_rejected():
-    rig = Rig(num_pages=2)
-    with pytest.raises(InvalidRequest, match="token_ids"):
-        rig.scheduler.add(rig.request([1] * 40, max_tokens=9))
-
-
-def test_a_request_without_room_is_admitted_when_any_holder_releases_pages():
-    rig = Rig(num_pages=8, vandal=False)
-    lent = rig.scheduler.allocate(7, PageHolder.PUBLICATION)
-    rig.add([1] * 60, max_tokens=2)
-    rig.step(3)
-    assert rig.runner.batches == []
-    rig.pages.drop(lent[:2], PageHolder.PUBLICATION)
-    rig.step(2)
-    assert rig.runner.batches == []
-    rig.pages.drop(lent[2:], PageHolder.PUBLICATION)
-    rig.complete()
-
-
-def test_slots_kept_for_requests_that_will_join_are_not_used():
-    rig = Rig(max_running_requests=2)
-    rig.scheduler.kept.slots = 1
-    for i in range(2):
-        rig.add([i], max_tokens=3)
-    rig.step()
-    assert len(rig.admitted) == 1
-    assert not rig.scheduler.free_capacity().fits(1)
-
-
-# Seen failing if the kept pages are not part of the reserve.
-def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_used():
-    rig = Rig(num_pages=10, vandal=False)
-    rig.add([1], max_tokens=40)
-    rig.step()
-    before = rig.scheduler.free_capacity().num_pages
-    rig.scheduler.kept.pages = 6
-    assert rig.scheduler.free_capacity().num_pages == before - 6
-    waiting = rig.add([2] * 60, max_tokens=1)
-    rig.step(3)
-    assert len(rig.admitted) == 1
-    rig.scheduler.kept.pages = 0
-    rig.step()
-    assert [key for key, _ in rig.admitted][1:] == [waiting.key]
-    rig.run()
-
-
-def test_free_capacity_excludes_the_growth_of_running_requests():
-    rig = Rig(num_pages=20, vandal=False, new_token_ratio=0.5)
-    assert rig.scheduler.free_capacity().num_pages == 20
-    rig.add([1] * 16, max_tokens=128)
-    rig.step()
-    # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
-    assert rig.scheduler.free_capacity().num_pages == 20 - 1 - 4
-    assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
-
-
-@pytest.mark.parametrize(
-    "factor, at_first, at_last", [(0.5, 2, 1), (1.0, 4, 2), (1.5, 6, 3), (9.0, 8, 8)]
-)
-def test_conservativeness_scales_the_reserve_up_to_the_whole_output(factor, at_first, at_last):
-    ratios = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.25, "new_token_ratio_steps": 9}
-    rig = Rig(schedule_conservativeness=factor, **ratios)
-    asked = rig.request([1] * 16, max_tokens=128)
-    assert rig.scheduler.growth_pages(asked) == at_first
-    rig.add([2], max_tokens=30)
-    rig.step(15)
-    assert rig.scheduler.growth_pages(asked) == at_last
-    rig.run()
-
-
-# Seen failing without the reset: one page less.
-def test_an_idle_engine_is_as_cautious_as_at_the_start():
-    config = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.1, "new_token_ratio_steps": 9}
-    rig = Rig(**config)
-    asked = rig.request([1] * 16, max_tokens=128)
-    assert rig.scheduler.growth_pages(asked) == 4
-    running = rig.add([2], max_tokens=50)
-    rig.step(30)
-    assert rig.scheduler.growth_pages(asked) == 1
-    rig.abort(running)
-    rig.step(3)
-    assert not rig.scheduler.has_work
-    assert rig.scheduler.growth_pages(asked) == 4
 
 
 # Ends from outside

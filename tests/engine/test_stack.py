@@ -1,7 +1,5 @@
 """Layers computed in one call give the same bits as one by one."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from tests.support import devices
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.devices import operators_here
 from tests.support.quantised import FORMATS, requantised
-from tests.support.steps import Steps
+from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -37,17 +35,9 @@ def _compiled(monkeypatch):
 def logits(model, stack, **options):
     """Return logits of chunked prompts, of a step with prompts and single tokens, and of single
     tokens."""
-    seen = []
-
-    class Watched:
-        spec, device, dtype, forward = model.spec, model.device, model.dtype, model.forward
-
-        def logits(self, hidden):
-            seen.append(model.logits(hidden))
-            return seen[-1]
-
     before, model.stack = model.stack, stack
-    steps = Steps(Watched(), overlap=False, **options)
+    recorder = Recorder(model)
+    steps = Steps(recorder, overlap=False, **options)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY_SIZE, (3, 70), generator=generator).tolist()
     slots = [steps.add(each) for each in tokens]
@@ -57,7 +47,7 @@ def logits(model, stack, **options):
         steps.launch([(slots[2], place, place + 1), (slots[1], place - 15, place - 14)])
     steps.close()
     model.stack = before
-    return torch.cat(seen)
+    return torch.cat(recorder.seen)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +137,7 @@ def test_layers_in_groups_equal_all_layers(tmp_path, monkeypatch, architecture):
             split.advance(layer + 1)
         return split.complete()
 
-    monkeypatch.setattr(model, "forward", partial(forward))  # no method of Watched
+    monkeypatch.setattr(model, "forward", forward)
     assert torch.equal(logits(model, model.stack), whole)
 
 
@@ -164,7 +154,7 @@ def test_layers_in_groups_are_computed_one_by_one_for_adapters(tmp_path, monkeyp
         split.advance(len(model.layers))
         return split.complete()
 
-    monkeypatch.setattr(model, "forward", partial(forward))  # no method of Watched
+    monkeypatch.setattr(model, "forward", forward)
     logits(model, model.stack)
     assert {*added} == {product.linear for product in model.products}
 

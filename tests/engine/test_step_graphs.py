@@ -103,6 +103,11 @@ class Drafting:
         self.steps.launch(rows, samples=samples, **how)
 
 
+def check_begun(texts: list[list[int]], whole: list[list[int]]) -> None:
+    """Check that each text is the beginning of a whole one."""
+    assert texts == [each[: len(text)] for text, each in zip(texts, whole, strict=True)]
+
+
 def replayed(recorder: TapeRecorder) -> int:
     return sum(tape.num_replays for tape in recorder.tapes)
 
@@ -156,8 +161,7 @@ def served(
     steps = captured(model, recorder, *late, overlap=overlap)
     drafting = Drafting(steps, alone if kind == "dense" else None)
     texts = drafting.run(ROUNDS)
-    for text, expected in zip(texts, alone, strict=True):
-        assert text == expected[: len(text)]
+    check_begun(texts, alone)
     assert len(texts[0]) > 5 + 8
     return drafting.num_steps, sum(map(max, ROUNDS)) if kind in DRAFTERS else 0
 
@@ -202,11 +206,9 @@ def test_graphs_sample_the_tokens_of_steps_with_drafts(
     alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(((0, 0, 0),) * 16)
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=12, recorder=recorder, overlap=overlap)
-    for shape in steps.runner.graph_shapes:
-        steps.runner.capture(shape)
+    steps.capture_all()
     drafting = Drafting(steps, alone, sampling=sampling)
-    for text, expected in zip(drafting.run(ROUNDS), alone, strict=True):
-        assert text == expected[: len(text)]
+    check_begun(drafting.run(ROUNDS), alone)
     assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
 
 
@@ -219,10 +221,8 @@ def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -
     )
     alone, recorder = alone_of(model), RepeatRecorder()
     steps = Steps(model, num_slots=12, recorder=recorder, overlap=False)
-    for shape in steps.runner.graph_shapes:
-        steps.runner.capture(shape)
-    for text, expected in zip(Drafting(steps, alone).run(ROUNDS), alone, strict=True):
-        assert text == expected[: len(text)]
+    steps.capture_all()
+    check_begun(Drafting(steps, alone).run(ROUNDS), alone)
     assert len(recorder.replays) == len(recorder.choices)
 
 
@@ -258,8 +258,7 @@ def serve_adapters(
     adapted = [GraphShape(*size, adapted=True) for size in SIZES]
     drafting = Drafting(captured(model, recorder, *adapted, lora=lora), alone, ADAPTERS)
     texts = drafting.run(((2, 1, 0), (0, 0, 0)))
-    for text, expected in zip(texts, alone, strict=True):
-        assert text == expected[: len(text)]
+    check_begun(texts, alone)
     return drafting.num_steps
 
 

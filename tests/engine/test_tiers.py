@@ -411,7 +411,7 @@ def talking_rig(
     windows: tuple[int | None, ...],
     state_pages: int,
     host_pages: tuple[int, ...],
-    file_pages: tuple[int, ...] = (0,),
+    file_pages: tuple[int, ...] = (),
     **options: object,
 ) -> Rig:
     """Return a rig with random sizes of its tiers, each with room for its part of each table."""
@@ -424,7 +424,7 @@ def talking_rig(
         context_length=512,
         swap_pages=rng.choice((0, 8)),
         tier_pages=rng.choice(host_pages) * wide,
-        file_pages=rng.choice(file_pages) * wide,
+        file_pages=rng.choice(file_pages) * wide if file_pages else 0,
         overlap_schedule=rng.random() < 0.7,
         chunked_prefill_tokens=rng.choice((-1, 32, 100)),
         **options,

@@ -1,11 +1,11 @@
 """Models computed by transformers' own classes through our pages: the same logits and tokens as
 the class alone, for any chunks, and unsupported classes, which are rejected by name."""
 
+import functools
 import json
 import random
 import shutil
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,15 +58,9 @@ QUICK = ("gpt2", "cohere2", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Make each checkpoint once."""
-    made: dict[str, Path] = {}
-
-    def checkpoint(kind):
-        if kind not in made:
-            directory = tmp_path_factory.mktemp(kind)
-            made[kind] = make_tiny(directory, kind, **CLASSES.get(kind, {}))
-        return made[kind]
-
-    return checkpoint
+    return functools.cache(
+        lambda kind: make_tiny(tmp_path_factory.mktemp(kind), kind, **CLASSES.get(kind, {}))
+    )
 
 
 @pytest.mark.parametrize(

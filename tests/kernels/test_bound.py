@@ -94,18 +94,15 @@ def test_a_bound_kernel_launches_what_triton_would(launches, options):
 def test_a_known_launch_does_not_call_triton(launches):
     own = JITFunction(_kernel)
     bound, args = BoundKernel(own), (MEMORY, MEMORY, 5, 16, 0.5, "silu", 64, True)
-    bound[(1,)](*args, num_warps=4, enable_fp_fusion=True)
+    others, options = (MEMORY, 7, 32, 2.0, "silu", 64, True), {"enable_fp_fusion": True}
+    bound[(1,)](*args, num_warps=4, **options)
     with mock.patch.object(JITFunction, "run", side_effect=AssertionError):
-        bound[(1,)](*args, num_warps=4, enable_fp_fusion=True)
-        bound[(1,)](
-            MEMORY[32:], MEMORY, 7, 32, 2.0, "silu", 64, True, num_warps=4, enable_fp_fusion=True
-        )
+        bound[(1,)](*args, num_warps=4, **options)
+        bound[(1,)](MEMORY[32:], *others, num_warps=4, **options)
         with pytest.raises(AssertionError):
-            bound[(1,)](
-                MEMORY[8:], MEMORY, 7, 32, 2.0, "silu", 64, True, num_warps=4, enable_fp_fusion=True
-            )
+            bound[(1,)](MEMORY[8:], *others, num_warps=4, **options)
         with pytest.raises(AssertionError):
-            bound[(1,)](*args, num_warps=8, enable_fp_fusion=True)
+            bound[(1,)](*args, num_warps=8, **options)
     assert len(launches) == 3
 
 

@@ -55,24 +55,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-async def start_steps(rig: "Rig", block_bytes: int = 4096) -> StepRing:
-    """Send the start of steps of rank 0. Return the memory of their tensors."""
-    memory = ring_memory(block_bytes)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, block_bytes)), [memory])
-    ring = StepRing(memory, block_bytes)
-    os.close(memory)
-    return ring
-
-
-async def received_steps(end: PacketSocket, block_bytes: int = 4096) -> StepRing:
-    """Receive the start of steps, and the memory of their tensors."""
-    packet, (file,) = await within(end.receive())
-    assert msgspec.msgpack.decode(packet, type=StartSteps).max_pages == 4
-    ring = StepRing(file, block_bytes)
-    os.close(file)
-    return ring
-
-
 async def received(sock: PacketSocket, kind: type) -> Any:
     packet, _ = await within(sock.receive())
     return msgspec.msgpack.decode(packet, type=kind)
@@ -238,8 +220,16 @@ async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[
     for number, end in zip((2, 3), ranks, strict=True):
         await end.send(encoder.encode(RankLoaded(number, 7, {})))
         assert (await received(rig.ranks[number], RankLoaded)).free_bytes == number
-    ring = await start_steps(rig, BLOCK_BYTES)
-    rings = [await received_steps(end, BLOCK_BYTES) for end in ranks]
+    memory = ring_memory(BLOCK_BYTES)
+    ring = StepRing(memory, BLOCK_BYTES)
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, BLOCK_BYTES)), [memory])
+    os.close(memory)
+    rings = []
+    for end in ranks:
+        packet, (file,) = await within(end.receive())
+        assert msgspec.msgpack.decode(packet, type=StartSteps).max_pages == 4
+        rings.append(StepRing(file, BLOCK_BYTES))
+        os.close(file)
     source, steps, sent = np.random.default_rng(1), [], []
     for number, size in enumerate([5, 0, 1 << 17, (1 << 18) + 3, 300_000, 7]):
         tensors = [source.integers(0, 1 << 30, size, np.int64), np.arange(number, dtype=np.int32)]
@@ -263,7 +253,9 @@ async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
     rig = await make().started()
     (end,) = await rig.join().ranks(1)
     await received(end, StartRank)
-    await start_steps(rig)
+    memory = ring_memory(4096)
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    os.close(memory)
     jobs = [encoder.encode(RankJob(n, CopyPages(True, bytes(32_000), b""))) for n in range(200)]
 
     async def send() -> None:
@@ -271,7 +263,9 @@ async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
             await rig.first.send(job)
 
     sending = asyncio.ensure_future(send())
-    await received_steps(end)
+    _, files = await within(end.receive())
+    for file in files:
+        os.close(file)
     assert [(await within(end.receive()))[0] for _ in jobs] == jobs
     await sending
 
@@ -288,8 +282,12 @@ async def test_hosts_know_whether_rank_0_has_failed(
     host = rig.join()
     (end,) = await host.ranks(1)
     await received(end, StartRank)
-    await start_steps(rig)
-    await received_steps(end)
+    memory = ring_memory(4096)
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    os.close(memory)
+    _, files = await within(end.receive())
+    for file in files:
+        os.close(file)
     if in_order:
         await rig.first.send(encoder.encode(EndRanks()))
     rig.first.close()

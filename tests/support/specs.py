@@ -1,11 +1,13 @@
-"""Default requests for tests that are not about requests."""
+"""Default requests, steps and configurations for tests that are not about them."""
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.config import EngineConfig
 from common.request import RequestSpec
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
@@ -40,3 +42,9 @@ def make_batch(
     decodes = (columns[2] - columns[1] == 1).all()
     mode = ForwardMode.DECODE if decodes else ForwardMode.MIXED
     return ScheduleBatch(1, mode, *columns, np.ones(len(slots), np.bool_), **fields)
+
+
+def cpu_config(model: Path, **fields: Any) -> EngineConfig:
+    """Return the configuration of an engine in one thread, with operations of torch."""
+    own = {"device": "cpu", "threads": 1, "cpu_kernels": "off", **fields}
+    return EngineConfig(model=str(model), **own)

@@ -229,6 +229,11 @@ class Steps:
             self.remove(slot)[len(prompt) :] for slot, prompt in zip(slots, prompts, strict=True)
         ]
 
+    def capture_all(self) -> None:
+        """Capture graphs of all shapes."""
+        for shape in self.runner.graph_shapes:
+            self.runner.capture(shape)
+
     def settle(self) -> None:
         """Read the result of the step in flight."""
         if self.in_flight is not None:

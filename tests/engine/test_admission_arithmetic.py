@@ -1,3 +1,5 @@
+"""The tokens of a prompt that one forward takes, and the pages that requests will need to grow."""
+
 import pytest
 
 from engine.scheduler.admission import PrefillAdder

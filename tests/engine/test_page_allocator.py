@@ -1,3 +1,5 @@
+"""Pages with holders of several kinds: each page is free or held, and is counted once."""
+
 import random
 from collections import Counter
 

@@ -1,3 +1,5 @@
+"""The tree of cached prefixes: what a prompt finds in it, and what is evicted first."""
+
 import inspect
 import random
 import sys

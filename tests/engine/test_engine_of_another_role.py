@@ -8,16 +8,12 @@ from common.config import CacheConfig, EngineConfig, OffloadConfig
 from common.errors import ConfigError
 from engine.build import build
 from tests.support.checkpoints import make_checkpoint
+from tests.support.specs import cpu_config
 
 
-def test_another_role_has_the_same_pool_and_tree_and_its_own_host_pages(tmp_path: Path) -> None:
-    config = EngineConfig(
-        model=str(make_checkpoint(tmp_path)),
-        device="cpu",
-        cpu_kernels="off",
-        threads=1,
-        cache=CacheConfig(num_pages=16, swap_pages=0),
-    )
+def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_path: Path) -> None:
+    cache = CacheConfig(num_pages=16, swap_pages=0)
+    config = cpu_config(make_checkpoint(tmp_path), cache=cache)
 
     def wanting(host_pages: int) -> EngineConfig:
         return config.model_copy(update={"cache": CacheConfig(num_pages=16, swap_pages=host_pages)})
@@ -35,15 +31,9 @@ def test_another_role_has_the_same_pool_and_tree_and_its_own_host_pages(tmp_path
         engine.close()
 
 
-def test_host_memory_with_evicted_prefixes_is_kept(tmp_path: Path) -> None:
-    config = EngineConfig(
-        model=str(make_checkpoint(tmp_path)),
-        device="cpu",
-        cpu_kernels="off",
-        threads=1,
-        cache=CacheConfig(num_pages=16, swap_pages=3),
-        offload=OffloadConfig(cpu_bytes=1 << 20),
-    )
+def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: Path) -> None:
+    cache, offload = CacheConfig(num_pages=16, swap_pages=3), OffloadConfig(cpu_bytes=1 << 20)
+    config = cpu_config(make_checkpoint(tmp_path), cache=cache, offload=offload)
     engine = build(config)
     try:
         without = CacheConfig(num_pages=16, swap_pages=0)

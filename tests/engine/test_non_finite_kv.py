@@ -16,15 +16,6 @@ OTHERS = namespace_of("others")
 BOTH = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turns"])
 
 
-def faulty(rig: Rig, prompt: list[int]) -> Request:
-    """When called, end the request with the error."""
-    request = rig.request(prompt, 4)
-    rig.come(request)
-    rig.run()
-    assert "NaN or Inf" in rig.finished[request.key].error
-    return request
-
-
 def is_right(rig: Rig, request: Request) -> bool:
     tokens, reason = rig.expected(request)
     return rig.tokens[request.key] == tokens and rig.finished[request.key].reason is reason
@@ -89,7 +80,11 @@ def test_a_restored_prefix_with_nan_is_removed_from_the_tier():
     told = Watcher(rig)
     (key, *_) = rig.tiers.way(np.array(prompt, np.int32), SHARED).kept
     rig.runner.host_kv[key.present()] = POISON
-    assert faulty(rig, longer).cached_tokens == 160
+    faulty = rig.request(longer, 4)
+    rig.come(faulty)
+    rig.run()
+    assert "NaN or Inf" in rig.finished[faulty.key].error
+    assert faulty.cached_tokens == 160
     told.check()
     assert not told.names & {*page_names(prompt, SIZE, SHARED)}
     assert ask(rig, longer).cached_tokens == 0

@@ -20,17 +20,13 @@ from protos import decode_pb2
 READY = EngineReady("m", {}, "t", 64, 8, 16)
 
 
-def moving() -> EngineStats:
-    return EngineStats(1, {}, "ready", ())
-
-
 def test_an_engine_is_ready_while_it_reports():
     node = EngineSupervisor(silence_s=3.0)
     assert node.state(0.0) == "starting"
     node.started(READY, 10.0)
     assert node.state(12.9) == "ready"
     assert node.state(13.1) == "unhealthy"
-    node.moved(moving(), 14.0)
+    node.moved(EngineStats(1, {}, "ready", ()), 14.0)
     assert node.state(16.9) == "ready"
     node.draining = True
     assert node.state(16.9) == "draining"

@@ -1,3 +1,5 @@
+"""The table of running requests: what a slot shows of its request, and what it forgets."""
+
 import pytest
 
 from common.errors import EngineFault
