@@ -337,7 +337,7 @@ def test_models_that_ranks_cannot_split_are_rejected_with_numbers(
     servable = open_checkpoint(make_checkpoint(tmp_path, architecture, **config))
     for weighed in (servable.weight_bytes, servable.load):
         with pytest.raises(ConfigError, match=why):
-            weighed(CPU, torch.float32, "none", Share(0, size))
+            weighed(LoadTarget(CPU, torch.float32, share=Share(0, size)))
 
 
 LAYERS: Mapping[str, Callable[[Path], tuple[Path, SpeculativeConfig]]] = {
