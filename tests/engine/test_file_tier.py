@@ -23,7 +23,7 @@ from tests.engine.test_tiers import (
     SIZE,
     FileTier,
     Talks,
-    Told,
+    Watcher,
     ask,
     bring,
     drawn,
@@ -215,7 +215,7 @@ def test_watchers_are_notified_of_a_changed_page(tmp_path):
     prompt = drawn(1, 160)
     ask(rig, prompt)
     slot = written_slots(rig, prompt)[5]
-    told = Told(rig)
+    told = Watcher(rig)
     forgotten(rig, prompt)
     damage(file_of(tmp_path), slot * 4 * SIZE + 7, 1)
     name = page_names(prompt, SIZE, SHARED)[5]
