@@ -142,7 +142,7 @@ def _ranked(found: Sequence[Verified], band: float) -> tuple[Verified, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _LayoutTest:
-    """The runs of one layout. `directory`: for its files, does not exist yet."""
+    """The runs of one layout. `directory`: a new directory for its files."""
 
     cluster: Hardware
     traffic: Traffic

@@ -6,7 +6,14 @@ from dataclasses import replace
 from statistics import median
 
 from bench.commands.break_even_report import FLAG, LOCAL, findings
-from bench.commands.command import Findings, add_common_options, numbers, positive, share
+from bench.commands.command import (
+    Findings,
+    add_common_options,
+    check_context,
+    numbers,
+    positive,
+    share,
+)
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
@@ -69,8 +76,9 @@ class BreakEvenCommand:
     async def measure(self, session: Session) -> None:
         async def block(ready: SystemsReady, repeats: list[int]) -> None:
             self._lengths = self._lengths or self._default_lengths(ready)
-            longest = self._probes(self._lengths[-1])
-            await self._pair.warm_up(session, ready, self._others, self._options.streams, longest)
+            longest = max(self._others.largest, self._probes(self._lengths[-1]).largest)
+            check_context(ready.context_tokens, longest)
+            await self._pair.warm_up(session, ready, self._others, self._options.streams)
             if not self._rates:
                 await self._calibrate(session, ready)
             for repeat in repeats:

@@ -153,8 +153,8 @@ def findings(
     """Return the report of a session.
 
     Args:
-        systems: colocated; disaggregated, with every prompt handed off; the same nodes, with no
-            prompt handed off.
+        systems: the colocated one, the disaggregated one with every prompt handed off, and the
+            same nodes with no prompt handed off.
         rates: probes per second by their length.
         shared_cores: cores of all nodes. None: they have CUDA devices.
     """

@@ -2,7 +2,13 @@
 
 import argparse
 
-from bench.commands.command import Findings, add_common_options, numbers, positive
+from bench.commands.command import (
+    Findings,
+    add_common_options,
+    check_context,
+    numbers,
+    positive,
+)
 from bench.commands.compare_report import findings
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
@@ -59,6 +65,7 @@ class CompareCommand:
 
     async def measure(self, session: Session) -> None:
         async def block(ready: SystemsReady, repeats: list[int]) -> None:
+            check_context(ready.context_tokens, self._work.largest)
             await self._pair.warm_up(session, ready, self._work, STREAMS_PER_NODE)
             if not self._rates or not session.objectives.limits:
                 await self._calibrate(session, ready)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.commands.command import add_model_flag, check_context, positive
+from bench.commands.command import add_model_flag, positive
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
 from bench.systems import ComparedSystem, Machine, abba
@@ -112,20 +112,9 @@ class ComparedPair:
                 done()
 
     async def warm_up(
-        self,
-        session: Session,
-        ready: SystemsReady,
-        work: Workload,
-        requests: int,
-        *longer: Workload,
+        self, session: Session, ready: SystemsReady, work: Workload, requests: int
     ) -> None:
-        """Send warm-up requests of `work`.
-
-        Raises:
-            InvalidInput: the model's context is too short for `work` or `longer`.
-            UnusableRun: all requests failed.
-        """
-        check_context(ready.context_tokens, max(each.largest for each in (work, *longer)))
+        """Send warm-up requests. Raises UnusableRun if all of them failed."""
         name, jobs = ready.system.name, work.jobs(WARM_UP_SEED)
         run = await session.rehearse(
             f"{name}, warm-up", ready.client.ask, jobs, concurrency=4, requests=requests
