@@ -202,20 +202,25 @@ class _Model:
 
     def _stacked(
         self, kind: NumberKind | None = None, *, biases: bool = False
-    ) -> list[ExpertMatrices]:
+    ) -> tuple[ExpertMatrices, ExpertMatrices]:
         """Return the matrices of all experts: gate and up, and down."""
         (count, _), hidden, inner = self._experts, self.shape.hidden, self.shape.intermediate
-        found = []
-        for rows, columns in ((2 * inner, hidden), (hidden, inner)):
-            numbers, own = self.tensor(count, rows, columns), None
-            if kind is not None:
-                numbers, own = _quantised_matrix(kind, count, rows, columns)
+
+        def matrices(rows: int, columns: int) -> ExpertMatrices:
             bias = self.tensor(count, rows) if biases else None
-            found.append(ExpertMatrices(numbers, bias, own))
-        return found
+            if kind is None:
+                return ExpertMatrices(self.tensor(count, rows, columns), bias)
+            numbers, own = _quantised_matrix(kind, count, rows, columns)
+            return ExpertMatrices(numbers, bias, own)
+
+        return matrices(2 * inner, hidden), matrices(hidden, inner)
 
     def _grouped(
-        self, weights: Tensor, ids: Tensor, matrices: Sequence[ExpertMatrices], gate: Gate
+        self,
+        weights: Tensor,
+        ids: Tensor,
+        matrices: tuple[ExpertMatrices, ExpertMatrices],
+        gate: Gate,
     ) -> None:
         x = self.tensor(len(ids), self.shape.hidden)
         grouped_mlp(x, *matrices, weights, ids, gate)
@@ -271,7 +276,7 @@ class _Model:
         shape = self.shape
         q = self.tensor(num_tokens, shape.heads, shape.head_dim)
         for window in dict.fromkeys((None, shape.window)):
-            columns = [_ints(size) for size in (num_rows * 64, num_rows, num_rows + 1, num_rows)]
+            columns = _ints(num_rows * 64), _ints(num_rows), _ints(num_rows + 1), _ints(num_rows)
             step = AttentionRows(*columns, num_tokens, num_decodes)
             plan = plan_attention(step, self.kv, AttentionKind(shape.heads, window))
             paged_attention(q, self.kv, plan, Scoring(shape.head_dim**-0.5, shape.soft_cap))

@@ -106,11 +106,10 @@ def _rope_and_store(setting: Setting, tokens: int) -> Op:
         yield stored[:, 0], turned[:, heads:]
         yield stored[:, 1], packed[:, heads + kv_heads :]
 
-    norms = {"q_norm": q_norm, "k_norm": k_norm}
     return Op(
         "rope_and_store",
         f"[{tokens}, {heads}/{kv_heads}x{size}], QK norm",
-        partial(rope_and_store, qkv, angles, kv, locations, **norms, eps=EPS),
+        partial(rope_and_store, qkv, angles, kv, locations, q_norm=q_norm, k_norm=k_norm, eps=EPS),
         Floor("copy", 2 * qkv.nbytes + angles.nbytes + locations.nbytes),
         compare,
         roundings(setting.dtype, 3),  # of the norm, its product, the rotation

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from engine import batch_invariance
 from engine.kv_cache.layout import KVLayout
@@ -40,10 +41,13 @@ def compile_calls(setting: Setting) -> Iterator[Work]:
     for dtype in setting.sized(DTYPES, (torch.float32,)):
         for _, operation in equal_rows.operations(setting, dtype):
             for count in setting.sized((1, 65, max(equal_rows.COUNTS)), (1,)):
-                rows = partial(torch.arange, count, device=setting.device)
-                yield partial(_call_once, lambda run=operation, rows=rows: run(rows()))
+                yield partial(_call_once, partial(_first_rows, operation, count, setting.device))
         for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
             yield partial(_call_once, partial(list, _attention(setting, dtype, name, shape)))
+
+
+def _first_rows(operation: equal_rows.Operation, count: int, where: torch.device) -> Tensor:
+    return operation(torch.arange(count, device=where))
 
 
 def _call_once(call: Callable[[], object]) -> None:

@@ -80,7 +80,8 @@ class SystemLoads:
         sizes = self.sizes
         (alone,) = await self.ask(sizes.jobs(1, sizes.long_prompt, 1, series=6), streams=1)
         running = self.ask(sizes.long_running(series=7), sizes.streams)
-        streams, prompts = asyncio.create_task(running), []
+        streams = asyncio.create_task(running)
+        prompts: list[asyncio.Task[Answer]] = []
         for job in sizes.jobs(64, sizes.long_prompt, 1, series=8):
             if streams.done():
                 break
