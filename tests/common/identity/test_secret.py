@@ -7,7 +7,7 @@ import pytest
 from api.auth.guard import AUDIENCE, OperatorCheck
 from common.errors import ConfigError
 from common.identity import program, secret, tokens
-from common.identity.guard import ROLES, AuthRejection
+from common.identity.guard import ROLES
 from common.identity.secret import new_secret, operator_keys
 
 
@@ -131,27 +131,24 @@ class Fixed:
 def test_only_an_operators_key_or_token_gives_access_over_http():
     old, new, stranger = new_secret(), new_secret(), keyring(new_secret())
     ring = keyring(f"{new} {old}")
-    check = OperatorCheck(Fixed(ring)).check
+    accepts = OperatorCheck(Fixed(ring)).accepts
     for key in operator_keys(ring):
-        check(f"Bearer {key}")
-        check(f"bearer  {key} ")
+        assert accepts(f"Bearer {key}")
+        assert accepts(f"bearer  {key} ")
     token = tokens.sign(ring, "operator", "me", AUDIENCE).text
     for _ in range(2):
-        check(f"Bearer {token}")
-    for shown, reason in (
-        (None, "missing"),
-        ("", "missing"),
-        ("Basic eA==", "missing"),
-        (f"Bearer {new}", "secret"),  # the secret itself must not be sent
-        (f"Bearer {operator_keys(stranger)[0]}", "secret"),
-        ("Bearer \u20ac", "secret"),
-        (f"Bearer {tokens.sign(stranger, 'operator', 'me', AUDIENCE).text}", "secret"),
-        (f"Bearer {tokens.sign(ring, 'node', 'me', AUDIENCE).text}", "role"),
-        (f"Bearer {tokens.sign(ring, 'operator', 'me', '/baton.v1.Node/Drain').text}", "call"),
+        assert accepts(f"Bearer {token}")
+    for shown in (
+        "",
+        "Basic eA==",
+        f"Bearer {new}",  # the secret itself must not be sent
+        f"Bearer {operator_keys(stranger)[0]}",
+        "Bearer \u20ac",
+        f"Bearer {tokens.sign(stranger, 'operator', 'me', AUDIENCE).text}",
+        f"Bearer {tokens.sign(ring, 'node', 'me', AUDIENCE).text}",
+        f"Bearer {tokens.sign(ring, 'operator', 'me', '/baton.v1.Node/Drain').text}",
     ):
-        with pytest.raises(AuthRejection) as caught:
-            check(shown)
-        assert caught.value.reason == reason, shown
+        assert not accepts(shown), shown
 
 
 # Listening ----------------------------------------------------------------------------------------
