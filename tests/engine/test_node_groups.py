@@ -174,7 +174,7 @@ def test_models_that_nodes_cannot_share_are_rejected(
     servable = open_checkpoint(make(tmp_path), backend)
     with pytest.raises(ConfigError, match=rf"engine\.parallel\.dp: .*{reason}"):
         servable.weight_bytes(
-            LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, 2)))
+            LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, size)))
         )
 
 
