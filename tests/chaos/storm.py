@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
     p50_s: float
     p99_s: float
     slowest_s: float
-    calm_p99_s: float  # of the same load, undisturbed
+    calm_p99_s: float  # of the same load without attacks
     broken: list[str]  # when and why questions were repeated
     rounds: list[Passed]
     samples: list[Sample]

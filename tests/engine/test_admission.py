@@ -337,13 +337,13 @@ def test_a_request_with_the_slot_of_an_ended_quarantined_one_shares_forwards():
     assert num_steps(rig) == num_steps(Rig(max_running_requests=2))
 
 
-def test_a_prompt_that_never_fits_is_refused():
+def test_a_prompt_that_never_fits_is_rejected():
     rig = Rig(num_pages=2)
     with pytest.raises(InvalidRequest, match="token_ids"):
         rig.scheduler.add(rig.request([1] * 40, max_tokens=9))
 
 
-def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
+def test_a_request_without_room_is_admitted_when_any_holder_releases_pages():
     rig = Rig(num_pages=8, vandal=False)
     lent = rig.scheduler.allocate(7, PageHolder.PUBLICATION)
     rig.add([1] * 60, max_tokens=2)
@@ -356,7 +356,7 @@ def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
     rig.complete()
 
 
-def test_slots_kept_for_requests_that_will_join_are_not_taken():
+def test_slots_kept_for_requests_that_will_join_are_not_used():
     rig = Rig(max_running_requests=2)
     rig.scheduler.kept.slots = 1
     for i in range(2):
@@ -366,8 +366,8 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
     assert not rig.scheduler.free_capacity().fits(1)
 
 
-# Seen failing with the kept pages left out of what is reserved.
-def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away():
+# Seen failing if the kept pages are not part of the reserve.
+def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_used():
     rig = Rig(num_pages=10, vandal=False)
     rig.add([1], max_tokens=40)
     rig.step()
@@ -383,7 +383,7 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
     rig.run()
 
 
-def test_room_is_what_the_running_requests_will_not_need():
+def test_free_capacity_excludes_the_growth_of_running_requests():
     rig = Rig(num_pages=20, vandal=False, new_token_ratio=0.5)
     assert rig.scheduler.free_capacity().num_pages == 20
     rig.add([1] * 16, max_tokens=128)
@@ -396,7 +396,7 @@ def test_room_is_what_the_running_requests_will_not_need():
 @pytest.mark.parametrize(
     "factor, at_first, at_last", [(0.5, 2, 1), (1.0, 4, 2), (1.5, 6, 3), (9.0, 8, 8)]
 )
-def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_first, at_last):
+def test_conservativeness_scales_the_reserve_up_to_the_whole_output(factor, at_first, at_last):
     ratios = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.25, "new_token_ratio_steps": 9}
     rig = Rig(schedule_conservativeness=factor, **ratios)
     asked = rig.request([1] * 16, max_tokens=128)
@@ -407,8 +407,8 @@ def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_
     rig.run()
 
 
-# Seen failing without the reset: a page less.
-def test_an_engine_at_rest_is_as_cautious_again_as_at_first():
+# Seen failing without the reset: one page less.
+def test_an_idle_engine_is_as_cautious_as_at_the_start():
     config = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.1, "new_token_ratio_steps": 9}
     rig = Rig(**config)
     asked = rig.request([1] * 16, max_tokens=128)

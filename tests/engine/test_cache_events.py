@@ -46,7 +46,7 @@ class Watched(Books):
         self.events.start()
         self.hear(self.events.everything())
 
-    def check_told(self) -> None:
+    def check_known(self) -> None:
         """Check that the watcher knows the content of the cache after the latest changes."""
         self.hear(self.events.take())
         assert self.known == self.truth()
@@ -105,7 +105,7 @@ def test_a_watcher_knows_exactly_the_pages_of_the_tree(seed):
     watched.start()
     for _ in range(60):
         watched.use_many(8)
-        watched.check_told()
+        watched.check_known()
     assert watched.num_cleared == 1
 
 
@@ -114,7 +114,7 @@ def test_after_more_changes_than_are_kept_everything_is_listed_again():
     watched.start()
     for _ in range(40):
         watched.use_many(12)
-        watched.check_told()
+        watched.check_known()
     assert watched.num_cleared > 3
 
 
@@ -124,7 +124,7 @@ def test_a_watcher_that_returns_gets_the_changes_in_between():
         watched.start()
         assert watched.known == watched.truth()
         watched.use()
-        watched.check_told()
+        watched.check_known()
         watched.events.stop()
         for _ in range(20):
             watched.use()

@@ -1,4 +1,4 @@
-"""Chunks of prompts: their order, their sizes, and what else shares a forward with them."""
+"""Chunks of prompts: their order, their sizes, and the rows that share their forwards."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last
     assert all(c.request is request for c in rig.chunks)
 
 
-def test_the_whole_prompts_pages_are_reserved_at_admission():
+def test_all_pages_of_a_prompt_are_reserved_at_admission():
     rig = Rig(chunked_prefill_tokens=16)
     rig.add(range(70), max_tokens=2)
     rig.step()
@@ -32,7 +32,7 @@ def test_the_whole_prompts_pages_are_reserved_at_admission():
     assert rig.scheduler.queued_tokens() == 0
 
 
-def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
+def test_a_running_prompt_goes_first_and_shares_the_rest_of_its_chunk():
     rig = Rig(chunked_prefill_tokens=64)
     rig.add([1] * 80, max_tokens=2)
     rig.add([2] * 20, max_tokens=2)
@@ -43,7 +43,7 @@ def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
     assert second.samples.tolist() == [True, True]
 
 
-def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
+def test_prefill_goes_first_and_decode_waits_unless_mixed():
     rig = Rig(chunked_prefill_tokens=32, mixed_chunk=False)
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
@@ -55,7 +55,7 @@ def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
 
 
 @BOTH
-def test_mixed_chunks_carry_the_decode_rows(overlap):
+def test_mixed_chunks_contain_the_decode_rows(overlap):
     rig = Rig(overlap_schedule=overlap, chunked_prefill_tokens=32)
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
@@ -68,8 +68,8 @@ def test_mixed_chunks_carry_the_decode_rows(overlap):
     rig.complete()
 
 
-# Seen failing with prefill first, and decode once no prompt is left: no token in 120 forwards.
-def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_computed():
+# Seen failing with prefill first, and decode only when no prompt is left: no token in 120 forwards.
+def test_a_running_response_gets_a_token_from_each_forward_while_prompts_are_computed():
     rig = Rig(num_pages=512, max_running_requests=32, chunked_prefill_tokens=64)
     running = rig.add([1] * 16, max_tokens=800)
     rig.step(3)
@@ -82,8 +82,8 @@ def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_compu
     rig.run()
 
 
-# Seen failing with all of the running batch taken from the chunk: 16 tokens.
-def test_only_rows_that_ride_along_take_from_a_chunk():
+# Seen failing if the whole running batch is subtracted from the chunk: 16 tokens.
+def test_only_decode_rows_of_the_forward_reduce_its_chunk():
     rig = Rig(chunked_prefill_tokens=32)
     rig.add([1] * 16, max_tokens=1)
     rig.step()
@@ -96,7 +96,7 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 @pytest.mark.parametrize(
     "num_running, config, num_tokens",
     [
-        (10, {}, CHUNK_TOKENS - 16),  # whole pages of what 10 decode rows leave
+        (10, {}, CHUNK_TOKENS - 16),  # whole pages of the rest after 10 decode rows
         (11, {}, 512),
         (11, {"mixed_chunk": False}, CHUNK_TOKENS),
         (11, {"chunked_prefill_tokens": 1024}, 1024 - 16),
@@ -116,9 +116,9 @@ def test_a_chunk_is_small_beside_many_running_requests(num_running, config, num_
     rig.complete()
 
 
-# Seen failing without max_prefill_tokens in Admission: both in one forward.
-# Seen failing with the usual chunk in place of none: [2048, 2049].
-def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
+# Seen failing without max_prefill_tokens in Admission: both in one forward. Seen failing with the
+# usual chunk size instead of none: [2048, 2049].
+def test_without_chunks_a_prompt_longer_than_the_usual_chunk_is_not_cut():
     num_tokens = CHUNK_TOKENS + 1
     rig = Rig(num_pages=256, context_length=4096, chunked_prefill_tokens=-1)
     rig.add([1] * num_tokens, max_tokens=2)

@@ -11,7 +11,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.specs import cpu_config
 
 
-def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_path: Path) -> None:
+def test_another_role_has_the_same_pool_and_tree_and_its_own_host_pages(tmp_path: Path) -> None:
     cache = CacheConfig(num_pages=16, swap_pages=0)
     config = cpu_config(make_checkpoint(tmp_path), cache=cache)
 
@@ -31,7 +31,7 @@ def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_p
         engine.close()
 
 
-def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: Path) -> None:
+def test_host_memory_with_evicted_prefixes_is_kept(tmp_path: Path) -> None:
     cache, offload = CacheConfig(num_pages=16, swap_pages=3), OffloadConfig(cpu_bytes=1 << 20)
     config = cpu_config(make_checkpoint(tmp_path), cache=cache, offload=offload)
     engine = build(config)

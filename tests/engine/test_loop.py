@@ -1,4 +1,4 @@
-"""The event loop: the order of launches and waits, and what it tells the clock of its steps."""
+"""The event loop: the order of launches and waits, and its reports to the clock of steps."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The tree of cached prefixes: what a prompt finds in it, and what is evicted first."""
+"""The tree of cached prefixes: prefixes that a prompt finds, and the order of eviction."""
 
 import inspect
 import random

@@ -109,7 +109,7 @@ MORE = [*(("olmo2", name) for name in FORMATS), ("olmoe", "fp8 by block")]
     "kind, name",
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE if case not in QUICK)],
 )
-def test_transformers_classes_compute_what_the_numbers_stand_for(tmp_path, kind, name):
+def test_transformers_classes_compute_the_values_of_the_numbers(tmp_path, kind, name):
     source = make_tiny(tmp_path / "floats", kind)
     quantised, twin = requantised(source, tmp_path, FORMATS[name])
     servable = open_checkpoint(quantised)

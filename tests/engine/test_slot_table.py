@@ -1,4 +1,4 @@
-"""The table of running requests: what a slot shows of its request, and what it forgets."""
+"""The table of running requests: the data of a slot, during its request and afterwards."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""The clock of steps: what it tells of the step under way, when an engine is late, and what it
-counts."""
+"""The clock of steps: the running step, the delay of an engine, and the metrics of steps."""
 
 import random
 from types import SimpleNamespace
@@ -46,7 +45,7 @@ class TimedClock(StepClock):
         return self.reading.expected_s
 
 
-def test_the_clock_tells_the_step_under_way_and_since_when():
+def test_the_clock_reports_the_running_step_and_its_start():
     clock = TimedClock()
     assert clock.reading.started_at is None
     clock.launched(one_row(1))
@@ -61,7 +60,7 @@ def test_the_clock_tells_the_step_under_way_and_since_when():
     assert (clock.reading.started_at, clock.reading.finished) == (None, 2)
 
 
-def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step():
+def test_the_expected_duration_of_a_prompt_depends_on_its_tokens_and_of_a_decode_step_not():
     clock = TimedClock()
     clock.step(one_row(1, ForwardMode.EXTEND, 100), 2.0)
     clock.step(one_row(1), 0.1)
@@ -70,7 +69,7 @@ def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step(
     assert clock.expected_s(one_row(3)) == pytest.approx(0.1)
 
 
-def test_the_expected_duration_follows_what_is_seen():
+def test_the_expected_duration_follows_measurements():
     clock = TimedClock()
     for seconds in (0.5, 2.0):
         for _ in range(40):
@@ -78,7 +77,7 @@ def test_the_expected_duration_follows_what_is_seen():
     assert clock.expected_s(one_row(1)) == pytest.approx(2.0, rel=0.01)
 
 
-def test_copies_alone_say_nothing_of_what_a_step_takes():
+def test_steps_with_only_copies_do_not_change_the_expected_duration():
     clock = TimedClock()
     clock.step(one_row(1), 0.1)
     nobody = ints([])
@@ -86,7 +85,7 @@ def test_copies_alone_say_nothing_of_what_a_step_takes():
     assert clock.expected_s(one_row(3)) == pytest.approx(0.1)
 
 
-def test_an_engine_between_steps_is_late_from_its_last_progress_on():
+def test_between_steps_an_engine_is_late_after_its_last_progress():
     clock = TimedClock()
     for _ in range(3):
         assert clock.late_s(9.0) == 9.0
@@ -94,17 +93,17 @@ def test_an_engine_between_steps_is_late_from_its_last_progress_on():
         assert clock.late_s() == 0.0
 
 
-def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
+def test_a_long_step_may_take_five_times_as_long_as_its_tokens_before():
     clock = TimedClock()
     clock.step(one_row(1, ForwardMode.EXTEND, 100), 1.0)
     clock.launched(one_row(2, ForwardMode.EXTEND, 1000))
     assert clock.late_s(49.0) == 0.0
-    clock.launched(one_row(3, ForwardMode.EXTEND, 100))  # behind it; progress, too
+    clock.launched(one_row(3, ForwardMode.EXTEND, 100))  # after it, which is progress, too
     assert clock.late_s(49.0) == 0.0
     assert clock.late_s(2.0) == pytest.approx(1.0)
 
 
-def test_what_a_step_was_allowed_ends_with_it():
+def test_the_time_limit_of_a_step_ends_with_the_step():
     clock = TimedClock()
     batch = one_row(1, ForwardMode.EXTEND, 100)
     clock.launching(batch)
@@ -112,8 +111,8 @@ def test_what_a_step_was_allowed_ends_with_it():
     assert clock.reading.allowed_s == 0.0
 
 
-# Seen failing: late after five times what such steps took, and at once after the compilation.
-def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
+# Seen failing: late after five times the usual duration, and at once after the compilation.
+def test_a_kernel_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
     """A stand-in has the hooks of triton.knobs.runtime, which Triton calls around a compilation."""
     runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     clock = TimedClock(first_step_s=60.0)
@@ -124,7 +123,7 @@ def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_ste
     told = {"key": "", "repr": "", "fn": SimpleNamespace(name="rope"), "compile": {}}
     assert not runtime.jit_cache_hook(**told)  # True: Triton does not compile it
     assert clock.late_s(59.0) == 0.0
-    assert clock.late_s(2.0) == pytest.approx(1.0)  # a compiler that hangs is found
+    assert clock.late_s(2.0) == pytest.approx(1.0)  # a compiler that hangs is detected
     runtime.jit_post_compile_hook(**told)
     assert clock.late_s() == 0.0
     assert clock.late_s(6.0) == pytest.approx(1.0)
@@ -136,7 +135,7 @@ def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_ste
     assert "kernel=rope" in record.getMessage() and "61" in record.getMessage()
 
 
-def test_the_hooks_are_those_of_triton():
+def test_the_hooks_have_tritons_names():
     """Triton calls them by these names."""
     assert {"jit_cache_hook", "jit_post_compile_hook"} <= {*dir(triton.knobs.runtime)}
 
@@ -151,14 +150,14 @@ def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
     assert clock.late_s(2.0) == 2.0
 
 
-def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
-    """A process that was stopped: after it goes on either thread may be the first to run."""
+def test_an_engine_is_not_late_while_the_observer_was_stopped_too():
+    """The whole process was stopped. Afterwards either thread may be the first to run."""
     clock = TimedClock()
     lateness = Lateness(clock, look_s=1.0, now=clock.time)
     assert lateness.look() == 0.0
     clock.time.now += 600.0
-    assert lateness.look() == 2.0  # of what it has seen, at most two looks
-    for late_s in (3.0, 4.0, 5.0):  # it watches, and the engine still does nothing
+    assert lateness.look() == 2.0  # at most two checks of what it has observed
+    for late_s in (3.0, 4.0, 5.0):  # it observes again, and the engine still makes no progress
         clock.time.now += 1.0
         assert lateness.look() == late_s
     clock.turned()
@@ -167,8 +166,8 @@ def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("begin", ["launching", "launched"])
-def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
-    """On a GPU within its launch, on a CPU within the step."""
+def test_the_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
+    """On a GPU during its launch, on a CPU during the step."""
     clock = TimedClock(first_step_s=60.0)
     other = ForwardMode.DECODE if mode is ForwardMode.EXTEND else ForwardMode.EXTEND
     clock.step(one_row(1, other), 0.0)
@@ -195,8 +194,8 @@ def test_steps_are_counted_by_their_mode_with_their_size_and_time():
     assert sum(counted["step_seconds/mixed"].counts) == 0
 
 
-def test_every_step_is_counted_whenever_one_asks():
-    """Times and sizes that are bounds themselves too."""
+def test_every_step_is_counted_for_any_times_of_reports():
+    """Some times and sizes equal the bounds of buckets."""
     meter = StepMeter()
     seconds, requests = (
         LiveHistogram(distribution.STEP_S),
@@ -216,7 +215,7 @@ def test_every_step_is_counted_whenever_one_asks():
             assert counted["batch_requests/decode"] == requests.counted()
 
 
-def test_a_group_of_layers_counts_as_its_share_of_the_forward():
+def test_a_group_of_layers_counts_as_its_part_of_the_forward():
     clock = TimedClock()
     forward = replace(one_row(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([40]))
     for layers, seconds in ((LayerGroup(0, 2, 8), 0.5), (LayerGroup(2, 8, 8), 1.5)):

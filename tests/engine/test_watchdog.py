@@ -1,4 +1,4 @@
-"""The watchdog: which standstill of an engine it reports, and how often."""
+"""The watchdog: the standstills of an engine that it reports, and how often."""
 
 import threading
 
@@ -24,7 +24,7 @@ class Watched:
         )
 
     def look_for(self, seconds: int, *, turning: bool = True) -> int:
-        """Looks once a second; the loop turns meanwhile."""
+        """Check once a second while the loop turns."""
         for _ in range(seconds):
             self.time.now += 1.0
             if turning:
@@ -33,7 +33,7 @@ class Watched:
         return len(self.reports)
 
 
-def test_a_standstill_with_work_waiting_is_told_once():
+def test_a_standstill_with_waiting_work_is_reported_once():
     watched = Watched()
     watched.work = True
     assert [watched.look_for(s) for s in (1, 9, 3, 20)] == [0, 0, 1, 1]
@@ -42,13 +42,13 @@ def test_a_standstill_with_work_waiting_is_told_once():
 
 @pytest.mark.parametrize("turning", [False, True])
 def test_a_step_that_never_ends_is_a_standstill_too(turning: bool):
-    """Seen failing where only work that waits for a step counts: the loop may turn meanwhile."""
+    """Seen failing if only work that waits for a step counts: the loop may turn during the step."""
     watched = Watched()
     watched.clock.launched(one_row(1))
     assert [watched.look_for(s, turning=turning) for s in (1, 11)] == [0, 1]
 
 
-def test_an_idle_engine_may_stand_still_as_long_as_its_loop_turns():
+def test_an_idle_engine_may_be_idle_as_long_as_its_loop_turns():
     watched = Watched()
     assert watched.look_for(100) == 0
     watched.work = True
@@ -57,7 +57,7 @@ def test_an_idle_engine_may_stand_still_as_long_as_its_loop_turns():
     assert [watched.look_for(s, turning=False) for s in (9, 9)] == [1, 2]
 
 
-def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_told_again():
+def test_every_finished_step_resets_the_time_and_a_new_standstill_is_reported_again():
     watched = Watched()
     watched.work = True
     watched.look_for(1)
@@ -69,8 +69,8 @@ def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_told_a
     assert [watched.look_for(s) for s in (1, 11)] == [1, 2]
 
 
-def test_a_process_that_was_stopped_itself_tells_of_no_standstill():
-    """Seen failing with the time between two looks counted in full."""
+def test_a_process_that_was_stopped_itself_reports_no_standstill():
+    """Seen failing if the time between two checks counts in full."""
     watched = Watched()
     watched.work = True
     watched.look_for(1)
@@ -80,7 +80,7 @@ def test_a_process_that_was_stopped_itself_tells_of_no_standstill():
     assert watched.look_for(9) == 0
 
 
-def test_the_watchdog_looks_from_a_thread_of_its_own():
+def test_the_watchdog_runs_on_its_own_thread():
     stuck = threading.Event()
     dog = Watchdog(
         StepClock(), limit_s=0.01, has_work=lambda: True, on_stuck=lambda seconds: stuck.set()

@@ -133,7 +133,7 @@ class Case:
         torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=rtol)
 
     def check_gated(self):
-        """Gates lie between the queries, as the projection leaves them."""
+        """Gates are stored between the queries, as in the output of the projection."""
         size = self.q.shape
         gate = torch.randn(*size[:2], 2, size[2], device=DEVICE)[:, :, 1]
         attended = paged_attention(self.q, self.kv, self.plan(), Scoring(SCALE), gate=gate)

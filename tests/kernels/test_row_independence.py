@@ -344,6 +344,7 @@ IN_TORCH: dict[str, Operation | str] = {
     "store_kv": MOVES,
     "pack_pages": MOVES,
     "unpack_pages": MOVES,
+    "move_early_rows": MOVES,
     "count_tokens": MOVES,
     "verify_drafts": MOVES,
     "grouped_mlp": grouped_mlp,
