@@ -174,8 +174,8 @@ def attend_tiles(
         k, v = k.to(q.dtype), _widened(v, q.dtype, q.shape[0])
         if WIDE:
             # Both conditions are always true. Without them, Triton sees that another product
-            # follows, and computes all scores in each group of four warps. With a constant in place
-            # of the last product, Triton 3.7 exchanges scores between warps, as in `_rounded`.
+            # follows, and computes all scores in each group of four warps. Without the
+            # `else`, Triton 3.7 exchanges scores between warps instead of weights, see `_rounded`.
             scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
             if start < last:
                 scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
