@@ -220,8 +220,8 @@ async def measured(
         for place, traffic in enumerate(traffics):
             jobs = traffic.jobs(vocabulary, _seed(0, place))
             for contender in up.values():
-                if traffic.num_prefixes:
-                    await contender.answers(traffic.prefixes(vocabulary), 1)
+                if traffic.num_prefixes:  # puts the prefixes into a prefix cache
+                    await contender.warm_up(traffic.prefixes(vocabulary), 1)
                 await contender.warm_up(jobs, traffic.streams)
         for number in range(1, rounds + 1):
             say(f"  round {number} of {rounds}")
