@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter faster, with the same results.
+"""Makes Triton's interpreter faster, and its products independent of the place of a row.
 
 The interpreter computes each operation in NumPy. Without this module, most of its CPU
 time goes into other Python code: patches of the language, checks whose results are not used, and
@@ -33,6 +33,7 @@ def patch_language_once() -> None:
     _drop_overflow_checks()
     _derive_types_once()
     _convert_only_different_operands()
+    _multiply_each_row_alone()
 
 
 def _patch_attr(obj: object, name: str, member: _Function, builder: object, scope: Any) -> None:
@@ -124,3 +125,22 @@ def _convert_only_different_operands() -> None:
 
     Semantic.binary_op_type_checking_impl = convert_operands
     Semantic.broadcast_impl_value = broadcast_operands
+
+
+def _multiply_each_row_alone() -> None:
+    """Round each row of a product alike wherever it is.
+
+    On a GPU, a row of `tl.dot` does not depend on the others. NumPy's BLAS rounds the last rows of
+    a matrix differently on some processors.
+    """
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *options: object) -> object:
+        rows = interpreter.TensorHandle(a.data[..., None, :], a.dtype)
+        matrices = interpreter.TensorHandle(b.data[..., None, :, :], b.dtype)
+        sums = interpreter.TensorHandle(d.data[..., None, :], d.dtype)
+        product = dot(self, rows, matrices, sums, *options)
+        return interpreter.TensorHandle(product.data[..., 0, :], d.dtype.scalar)
+
+    builder.create_dot = create_dot
