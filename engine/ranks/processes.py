@@ -394,9 +394,7 @@ class Followers:
         ready, _ = poll_ready([follower.socket], seconds=_LOAD_S)
         if not ready:
             raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
-        packet, files = b"", list[int]()
-        with contextlib.suppress(ConnectionResetError):  # it ended without reading a message
-            packet, files, _, _ = socket.recv_fds(follower.socket, MAX_PACKET_BYTES, num_files)
+        packet, files = _receive(follower.socket, num_files)
         if not packet:
             raise EngineFault(f"rank {rank} ended with code {follower.exit_code()}")
         return packet, files
@@ -446,9 +444,7 @@ class Followers:
 
     def _take_reply(self, source: socket.socket, rank: int, ping: PingTimer) -> bool:
         """Receive from one follower. Return False if it has closed its end."""
-        packet = b""
-        with contextlib.suppress(ConnectionResetError):  # it was killed without reading a job
-            packet = source.recv(MAX_PACKET_BYTES)
+        packet, _ = _receive(source)
         match _from_follower.decode(packet) if packet else None:
             case JobDone(number=number) as reply:
                 job = self._jobs.get(number)
@@ -491,6 +487,15 @@ def start_ranks(program: str, count: int, *arguments: str) -> list[RankProcess]:
         for _, theirs in pairs:
             theirs.close()
     return [RankProcess(process, ours, os.pidfd_open(process.pid)) for ours, _ in pairs]
+
+
+def _receive(sock: socket.socket, num_files: int = 0) -> tuple[bytes, Sequence[int]]:
+    """Receive a packet and its descriptors. b"": the follower has closed its end."""
+    while True:
+        # A reset comes first if it has ended with an unread packet. Its own packets follow.
+        with contextlib.suppress(ConnectionResetError):
+            packet, files, _, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, num_files)
+            return packet, files
 
 
 def _send(follower: RankProcess, message: ToFollower, files: Sequence[int]) -> None:

@@ -30,8 +30,8 @@ class PacketSocket:
                 return packet, files
             except BlockingIOError:
                 await self._until(self._loop.add_reader, self._loop.remove_reader)
-            except ConnectionResetError:  # the peer was killed before it read a packet
-                return b"", ()
+            except ConnectionResetError:  # the peer has ended before it read a packet
+                continue  # its own packets can still be received, and then its end of file
 
     async def send(self, packet: bytes, files: Sequence[int] = ()) -> None:
         """Send a packet once there is room. No effect if the peer has closed, see `receive`."""

@@ -64,12 +64,29 @@ class LeaderStream:
 
     Args:
         call: the Follow call.
+        messages: of the leader after its first one, see `heard`.
     """
 
     def __init__(self, call: Any, messages: AsyncIterator[ranks_pb2.LeaderMessage]) -> None:
         self._call = call
-        self.messages = messages
+        self._messages = messages
+        self._next: asyncio.Future[ranks_pb2.LeaderMessage | None] | None = None
         self._writing = asyncio.Lock()
+
+    async def read(self) -> ranks_pb2.LeaderMessage | None:
+        """Return the leader's next message, or None after the last one.
+
+        A cancelled read leaves its message to the next one: gRPC would cancel the stream with it,
+        and with the stream the packets that the leader has not read yet.
+
+        Raises:
+            StreamStatus, ProtocolViolation: see `heard`.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._messages, None))
+        message = await asyncio.shield(self._next)
+        self._next = None
+        return message
 
     async def send(self, rank: int, packet: bytes) -> None:
         """Send a packet of a rank. No effect if the stream has ended, which its reader notices."""
@@ -85,9 +102,11 @@ class LeaderStream:
         ):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._call.done_writing()
-                async for _ in self.messages:
+                while await self.read() is not None:
                     pass
         self._call.cancel()
+        if self._next is not None:
+            self._next.cancel()
 
 
 async def join(config: RankHostConfig, stub: Any) -> tuple[LeaderStream, ranks_pb2.HostStart]:
@@ -179,7 +198,7 @@ class HostRanks:
         Raises:
             StreamStatus, ProtocolViolation: the stream has ended in another way.
         """
-        async for message in leader.messages:
+        while (message := await leader.read()) is not None:
             match message.WhichOneof("message"):
                 case "step":
                     await self._take_step(message.step)

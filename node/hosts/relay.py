@@ -58,7 +58,7 @@ from engine.ranks.messages import (
 )
 from engine.ranks.ring import StepRing
 from node.hosts.packets import PacketSocket
-from protos import ranks_pb2, ranks_pb2_grpc
+from protos import last_words_pb2, ranks_pb2, ranks_pb2_grpc
 
 _JOIN_S = 10.0  # from the opening of a stream to its first message
 _STREAMS_S = 1.0  # for streams to send their error at the end
@@ -75,6 +75,24 @@ _running: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 _reply: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 
 
+class HostWriter:
+    """The stream to a rank host. Several tasks may write: gRPC allows one write at a time."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._writing = asyncio.Lock()
+
+    async def write(self, message: ranks_pb2.LeaderMessage) -> None:
+        async with self._writing:
+            await self._context.write(message)
+
+    async def end(self, words: last_words_pb2.LastWords) -> None:
+        """Send the reason for the end of the stream, if the host still reads."""
+        with contextlib.suppress(grpc.aio.BaseError, TimeoutError):
+            async with asyncio.timeout(_STREAMS_S):
+                await self.write(ranks_pb2.LeaderMessage(last_words=words))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankHost:
     """A rank host that has joined.
@@ -85,7 +103,8 @@ class RankHost:
 
     number: int
     ranks: range
-    context: Any
+    peer: str
+    writer: HostWriter
 
 
 class Relay(ranks_pb2_grpc.RanksServicer):
@@ -107,22 +126,22 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         self._start = start
         self._hosts: list[RankHost] = []
         self._complete = asyncio.Event()
+        self._started = asyncio.Event()
         self._ring: StepRing | None = None  # None: no step yet
         self._number = 0  # number of the next step
 
     async def Follow(self, messages: AsyncIterator[ranks_pb2.HostMessage], context: Any) -> None:
         """Run the ranks of one host until either side ends the stream, which ends the node."""
+        writer = HostWriter(context)
         try:
-            await self._serve(messages, context)
-            with contextlib.suppress(grpc.aio.BaseError):  # the host may have disconnected
-                await context.write(ranks_pb2.LeaderMessage(last_words=ORDERLY_END))
+            host = self._joined(await _first(messages), context.peer(), writer)
+            await self._serve(host, messages)
+            await writer.end(ORDERLY_END)
         except ServingError as error:
-            with contextlib.suppress(grpc.aio.BaseError):  # the host may have disconnected
-                await context.write(ranks_pb2.LeaderMessage(last_words=said(error)))
+            await writer.end(said(error))
             raise
 
-    async def _serve(self, messages: AsyncIterator[ranks_pb2.HostMessage], context: Any) -> None:
-        host = self._joined(await _first(messages), context)
+    async def _serve(self, host: RankHost, messages: AsyncIterator[ranks_pb2.HostMessage]) -> None:
         reading = asyncio.ensure_future(self._read(host, messages))
         try:
             either: set[asyncio.Future[Any]] = {reading, self.over}
@@ -137,7 +156,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         if failure := self.over.result():
             raise NodeUnavailable(failure.error)
 
-    def _joined(self, join: ranks_pb2.JoinNode, context: Any) -> RankHost:
+    def _joined(self, join: ranks_pb2.JoinNode, peer: str, writer: HostWriter) -> RankHost:
         """Assign ranks to a host. Raises FailedPrecondition if it cannot be part of this node."""
         if join.version != VERSION:
             raise FailedPrecondition(
@@ -148,21 +167,17 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 f"all {self._parallel.hosts} hosts of this node have joined already"
             )
         number, each = len(self._hosts) + 1, self._parallel.ranks_per_host
-        host = RankHost(number, range(number * each, (number + 1) * each), context)
+        host = RankHost(number, range(number * each, (number + 1) * each), peer, writer)
         self._hosts.append(host)
         ranks = f"{host.ranks[0]}-{host.ranks[-1]}"
-        log.info("host has joined %s", kv(host=number, peer=context.peer(), ranks=ranks))
+        log.info("host has joined %s", kv(host=number, peer=peer, ranks=ranks))
         if number == self._parallel.hosts - 1:
             self._complete.set()
         return host
 
     async def _read(self, host: RankHost, messages: AsyncIterator[ranks_pb2.HostMessage]) -> None:
-        """Start the ranks of a host when all hosts have joined, and forward their packets."""
-        await self._complete.wait()
-        start = ranks_pb2.HostStart(
-            first_rank=host.ranks[0], config=self._start.config, store=self._start.store
-        )
-        await host.context.write(ranks_pb2.LeaderMessage(start=start))
+        """Forward the packets of a host's ranks."""
+        await self._started.wait()
         async for message in messages:
             if not message.HasField("packet"):
                 raise ProtocolViolation("the rank host sent a second join message")
@@ -190,14 +205,15 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 if not packet:
                     self._fail("rank 0 has failed")
                     return
+                await self._started.wait()
                 for message in self._messages(packet, files):
                     for host in self._hosts:
-                        await host.context.write(message)
+                        await host.writer.write(message)
         except Exception as error:  # noqa: BLE001  the end of the node
             self._fail(f"a message does not reach all hosts: {type(error).__name__}: {error}"[:600])
 
-    async def await_hosts(self) -> None:
-        """Wait until all hosts have joined, or end the node."""
+    async def start_hosts(self) -> None:
+        """Start the ranks of all hosts when all have joined, or end the node."""
         seconds = self._parallel.join_timeout_s
         try:
             async with asyncio.timeout(seconds):
@@ -205,6 +221,16 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         except TimeoutError:
             there = f"{len(self._hosts) + 1} of {self._parallel.hosts} hosts"
             self._fail(f"only {there} have joined this node within {seconds:g} s")
+            return
+        for host in self._hosts:
+            start = ranks_pb2.HostStart(
+                first_rank=host.ranks[0], config=self._start.config, store=self._start.store
+            )
+            try:
+                await host.writer.write(ranks_pb2.LeaderMessage(start=start))
+            except Exception as error:  # noqa: BLE001  the end of the node
+                self._fail(_lost(host, error))
+        self._started.set()
 
     def _messages(self, packet: bytes, files: Sequence[int]) -> Iterator[ranks_pb2.LeaderMessage]:
         ring = self._ring
@@ -255,7 +281,7 @@ async def _first(messages: AsyncIterator[ranks_pb2.HostMessage]) -> ranks_pb2.Jo
 def _lost(host: RankHost, error: BaseException | None) -> str:
     """Return the reason for the node's end after the loss of a host."""
     reason = "" if error is None else f": {error}"
-    return f"host {host.number} ({host.context.peer()}) is lost{reason}"
+    return f"host {host.number} ({host.peer}) is lost{reason}"
 
 
 async def serve(
@@ -289,7 +315,7 @@ async def _relay(
     except ConfigError as error:
         await _send_all(sockets, RankFailed(str(error), config=True))
         return 2
-    work = [asyncio.ensure_future(each) for each in (relay.pass_on(), relay.await_hosts())]
+    work = [asyncio.ensure_future(each) for each in (relay.pass_on(), relay.start_hosts())]
     failure = await relay.over
     if failure is not None:
         log.error("a host has ended, and so does this node %s", kv(reason=failure.error))

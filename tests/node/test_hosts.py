@@ -247,6 +247,20 @@ async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[
     assert (await received(rig.ranks[3], JobDone)).result == b"of rank 3"
 
 
+async def test_messages_of_rank_0_follow_the_start_of_every_host(make: Callable[..., Rig]) -> None:
+    """Seen failing if each host is started by its own stream."""
+    rig = await make(hosts=3).started()
+    job = encoder.encode(RankJob(1, CopyPages(True, b"1234", b"5678")))
+    memory = ring_memory(4096)
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    os.close(memory)
+    await rig.first.send(job)
+    for call in [await rig.call(), await rig.call()]:
+        kinds = [await within(call.read()) for _ in range(3)]
+        assert [each.WhichOneof("message") for each in kinds] == ["start", "packet", "packet"]
+        assert kinds[2].packet == job
+
+
 async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
     make: Callable[..., Rig],
 ) -> None:
@@ -331,6 +345,24 @@ async def test_a_rank_that_ends_ends_the_node(
     assert await within(host.running) == expected
     assert await within(rig.relay) == 1
     assert (await within(first.receive()))[0] == b""
+
+
+async def test_the_last_packets_of_a_rank_arrive(make: Callable[..., Rig]) -> None:
+    """Although it ends with unread messages, and rank 0 reads late.
+
+    Seen failing if a connection reset counts as the end of file, and if the rank host cancels its
+    stream.
+    """
+    rig = await make(ranks_per_host=2).started()
+    first, second = await rig.join().ranks(2)
+    await received(second, StartRank)  # so the first rank has an unread one
+    results = [JobDone(number, "", bytes(30_000)) for number in range(40)]
+    for each in (*results, RankFailed("no room", config=False)):
+        await first.send(encoder.encode(each))
+    first.close()
+    for each in results:
+        assert await received(rig.first, JobDone) == each
+    assert (await received(rig.first, RankFailed)).error == "no room"
 
 
 async def test_a_lost_rank_host_ends_the_node_and_the_other_hosts(
