@@ -43,9 +43,10 @@ def main() -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    facts = {"gpus": _nvidia_smi(_FACTS), "packages": versions(_PACKAGES)}
+    gpus = _nvidia_smi(_FACTS)
+    _say_gpus("", gpus)
+    facts = {"gpus": gpus, "packages": versions(_PACKAGES)}
     record: dict[str, Any] = {"facts": facts, "before": _nvidia_smi(_STATE)}
-    _say_gpus("", facts["gpus"])
     reports = _run(options, out, started)
     record["after"] = _nvidia_smi(_STATE)
     _end(options, out, record, reports, time.monotonic() - started)
