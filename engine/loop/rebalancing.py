@@ -7,9 +7,10 @@ to it.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,16 +20,22 @@ from engine.loop.loop import EngineRole
 from engine.models.blocks.placed_experts import PlacedExperts
 from engine.ranks.expert_placement import (
     ExpertPlacement,
+    LayerSlots,
     balanced,
     imbalance,
     num_moved,
 )
 from engine.runner.stream import DeviceStream
-from engine.update import WeightUpdater
 
 _TURN_S = 0.02  # duration of a turn of the loop while experts move
 
 log = logging.getLogger(__name__)
+
+
+class ExpertWeights(Protocol):
+    """The weights of all ranks, see WeightUpdater."""
+
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> Future[None] | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +69,7 @@ class ExpertBalancer:
         self,
         layers: Sequence[PlacedExperts],
         placement: ExpertPlacement,
-        weights: WeightUpdater,
+        weights: ExpertWeights,
         stream: DeviceStream,
         every_steps: int,
     ) -> None:
