@@ -15,7 +15,7 @@ _HEAD = """# Models
 Use this page to find out whether Baton supports a model, and with which limits. Baton has two
 implementations of models:
 
-- **Native**: Baton's own layers, with fused products and kernels. Some features, such as
+- **Native**: Baton's own layers, with fused matrix products and kernels. Some features, such as
   [LoRA](lora.md), need this implementation.
 - **transformers**: the unmodified model class of the transformers library, with Baton's attention.
   This implementation supports many more models.
@@ -143,12 +143,12 @@ each layer attends. If Baton does not support a class, the error gives the reaso
 | heads of at most 256 numbers | larger heads |
 
 - **Padding.** Keys and values of different sizes, as in MLA, are padded to the larger size.
-- **CPU speed.** Products of `nn.Linear` use Baton's [formats for matrices](cpu.md#products).
+- **CPU speed.** Matrix products of `nn.Linear` use Baton's [formats for matrices](cpu.md#products).
   Experts that a class stores in one stacked tensor do not use these formats.
 - **Shorter context.** For some models, Baton supports a shorter context than their configuration
   has. `baton check` reports the limit. With chunked attention (Llama 4), the context is one
-  attention chunk. With rotations that depend on the longest text of a batch (`longrope`,
-  `dynamic`), the context is the length at which the rotation changes.
+  attention chunk. With RoPE scaling that depends on the longest text of a batch (`longrope`,
+  `dynamic`), the context is the length at which the scaling changes.
 - **[Quantized checkpoints](cpu.md#quantised-checkpoints)** are supported as for native models.
   Their weights are converted to floats, so they are not faster than unquantized checkpoints.
 - **[Several ranks](parallel.md#models-computed-by-transformers)** divide a model by the plan for
