@@ -34,6 +34,7 @@ NOT_COMPARED = {
     "kernels.pages.pack": MOVES,
     "kernels.pages.store_kv": MOVES,
     "kernels.sampling.bitmask": MOVES,
+    "kernels.sampling.early_rows": MOVES,
     "kernels.sampling.outline": "part of sampled tokens and of logprobs",
     "kernels.sampling.verify": "compares integers",
 }
