@@ -27,7 +27,7 @@ def test_the_diagram_script_is_part_of_the_site_and_on_pages_with_diagrams(url, 
 @pytest.mark.parametrize(
     "path, link, shown",
     [
-        ("gpu.md", "[tests](../tests/engine/test_launches.py)", "tests"),
+        ("gpu.md", "[tests](../tests/engine/runner/test_launches.py)", "tests"),
         ("gpu.md", "[moves](moves.md)", "[moves](moves.md)"),
         ("design/moves.md", "[moves](../moves.md)", "[moves](../moves.md)"),
         ("design/moves.md", "[tests](../../tests/pair)", "tests"),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
 def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architecture):
-    """tests/engine/test_model_parity.py tests this without graphs."""
+    """tests/engine/models/test_model_parity.py tests this without graphs."""
     directory = make_checkpoint(tmp_path, architecture)
     prompts = [prompt(length, seed) for seed, length in enumerate((1, 15, 16, 17, 200))]
     expected = greedy_tokens(reference_model(directory), prompts, 12)

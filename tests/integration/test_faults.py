@@ -226,7 +226,7 @@ async def test_a_signal_to_the_process_groups_ends_all_processes_with_0(
     await cluster.wait_until(nothing_is_left, "the memory that they shared is gone")
 
 
-@pytest.mark.long  # in one process: tests/node/test_pairs.py
+@pytest.mark.long  # in one process: tests/node/test_pair_streams.py
 async def test_incompatible_nodes_refuse_to_pair_and_continue(make: Callable[..., Cluster]):
     async with make(
         prefill_flags=("--engine.cache.page-size=32",),

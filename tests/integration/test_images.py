@@ -52,7 +52,7 @@ def expected(directory: Path, image: Pillow.Image, question: str) -> str:
     return answered
 
 
-# Other models and videos: tests/pair/test_image_models.py, tests/pair/test_videos.py,
+# Other models and videos: tests/pair/images/test_image_models.py, tests/pair/images/test_videos.py,
 # tests/api/images.
 async def test_the_response_to_an_image_is_that_of_transformers(tmp_path: Path) -> None:
     directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl")

@@ -13,7 +13,7 @@ from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
 from tests.support.noise_model import write
 
 # In one process: tests/router/test_membership.py, tests/router/test_discovery.py. Nodes that end
-# under answers: tests/faults, test_roll.py.
+# under answers: tests/faults, test_rollout.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 48

@@ -61,7 +61,7 @@ def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Clu
     )
 
 
-# Quick, and of a frozen node: tests/engine/test_lockstep.py.
+# Quick, and of a frozen node: tests/engine/loop/test_lockstep.py.
 async def test_the_end_of_a_node_ends_its_group_and_costs_no_response(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path, collective_s=3) as cluster:

@@ -4,7 +4,7 @@ There is one cluster per architecture. Data path, page size, overlap and the dec
 pairwise: every pair of values of two of these occurs in some cluster. With overlap and a large
 pool, decode nodes use speculative decoding. `make test` starts one of the clusters, and the long
 tests start the others. More combinations run in one process over loopback:
-tests/pair/test_parity_cross.py.
+tests/pair/models/test_parity.py.
 """
 
 import asyncio

@@ -15,10 +15,10 @@ from kernels.backends.flashinfer import FlashInfer
 from kernels.backends.package import Package, Unavailable
 from kernels.linear_attention.delta_rule import delta_rule
 from kernels.narrow import NARROW
-from tests.kernels.attention_case import SCALE, Case
+from tests.kernels.attention.attention_case import SCALE, Case
 from tests.kernels.conftest import DEVICE
-from tests.kernels.state_case import NONE, cells_of, pages_of, rows_of
-from tests.kernels.test_delta_rule import inputs
+from tests.kernels.linear_attention.state_case import NONE, cells_of, pages_of, rows_of
+from tests.kernels.linear_attention.test_delta_rule import inputs
 from tests.support import optional_packages
 from tests.support.recorded import PACKAGES, Recorded, record
 

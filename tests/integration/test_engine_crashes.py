@@ -1,0 +1,84 @@
+"""A request that crashes every engine: it ends two engines, and affects no other request."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.request import CRASHED_TWICE
+from tests.integration.oracle import oracle
+from tests.support.cluster import POISONED, Cluster, Node
+from tests.support.poisoned.sitecustomize import DEADLY, POISON
+
+# In one process: tests/pair/test_engine_crashes.py, tests/router/test_engine_crashes.py.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+NUM_TOKENS = 120
+PROMPT = 40  # tokens
+
+
+def _other_request(number: int) -> list[int]:
+    return [1 + (number * 7 + place * place) % 240 for place in range(PROMPT)]
+
+
+async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
+    """Wait until exactly this number of engines have ended."""
+
+    async def ended() -> bool:
+        for node in nodes:
+            node.killed = node.child.code is not None
+        return sum(node.killed for node in nodes) >= count
+
+    await cluster.wait_until(ended, f"{count} nodes end")
+    dead = [node.child for node in nodes if node.killed]
+    assert [child.code for child in dead] == [1] * count
+    for child in dead:
+        assert f'reason="RuntimeError: {DEADLY}"' in child.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "role, at",
+    [
+        pytest.param("prefill", 0, id="where prompts are computed"),
+        pytest.param("decode", PROMPT + 5, id="in the midst of an answer"),
+    ],
+)
+async def test_a_poison_request_ends_two_engines_and_no_other_request(
+    model: Path, tmp_path: Path, role: str, at: int
+) -> None:
+    """Requests beside it get the same responses as without it."""
+    async with Cluster(
+        model,
+        tmp_path,
+        router_flags=("--policy=round_robin",),
+        environment=POISONED,
+        **{f"num_{role}": 3},
+    ) as cluster:
+        known = oracle(model)
+        begun = asyncio.Semaphore(0)
+
+        async def answer(number: int) -> list[int]:
+            tokens: list[int] = []
+            stream = cluster.stream(_other_request(number), max_tokens=NUM_TOKENS, ignore_eos=True)
+            async for response in stream:
+                if not tokens:
+                    begun.release()
+                tokens += response.token_ids
+            return tokens
+
+        numbers = range(at, at + 9)
+        answers = [asyncio.create_task(answer(number)) for number in numbers]
+        for _ in answers:
+            await begun.acquire()
+        late = [asyncio.create_task(answer(number + 100)) for number in numbers]
+        poison = [POISON, at, *_other_request(at)[2:]]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
+        reported = (refused.value.code(), refused.value.details())
+        assert reported == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
+        for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
+            known.check(_other_request(number), tokens, NUM_TOKENS)
+        for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
+            known.check(_other_request(number + 100), tokens, NUM_TOKENS)
+        await _dead(cluster.prefill if role == "prefill" else cluster.decode, 2, cluster)
