@@ -78,7 +78,7 @@ def test_a_reader_knows_the_tokens_of_every_page_in_the_tree_and_watchers_still_
         reader.read(log.take())
         assert set(reader.prompts) == watched.truth()
         if turn > 20:
-            watched.check_told()
+            watched.check_known()
     assert reader.num_cleared == 1
     for name, prompt in reader.prompts.items():
         assert name in {page_names(prompt, SIZE, each)[-1] for each in (SHARED, THEIRS)}

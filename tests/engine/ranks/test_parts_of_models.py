@@ -146,7 +146,7 @@ def check(
 
 def said_bytes(directory: Path, share: Share, device: torch.device = CPU) -> int:
     """Return the reported memory, which is known before a rank can call any collective."""
-    return open_checkpoint(directory).weight_bytes(device, torch.float32, "none", share)
+    return open_checkpoint(directory).weight_bytes(LoadTarget(device, torch.float32, share=share))
 
 
 def same(one: Tensor, other: Tensor) -> None:
