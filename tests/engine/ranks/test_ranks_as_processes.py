@@ -213,7 +213,7 @@ def serve_given(serving: Serving) -> None:
     serving.run()
 
 
-# Other families and drafters: test_parts_of_models.py in threads, test_steps_from_bytes.py from bytes.
+# Other families and drafters: test_parts_of_models.py (threads), test_steps_from_bytes.py (bytes).
 QUICK = {"dense"}
 EP = {"experts": "ep"}
 CASES: dict[str, tuple[int, Make, int, Any]] = {
