@@ -71,7 +71,8 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
         device = active.get_current_device()
         key = (device, options, *[kwargs[name] for name in options], *self._specialisation(values))
         found = self._compiled.get(key)
-        if found is None or _has_calls(hooks.launch_enter_hook, hooks.launch_exit_hook):
+        listened = _has_calls(hooks.launch_enter_hook) or _has_calls(hooks.launch_exit_hook)
+        if found is None or listened:
             made = self.kernel.run(*args, grid=grid, warmup=False, **kwargs)
             if all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
                 self._compiled[key] = _Compiled(made.run, made.function, made.packed_metadata)
@@ -91,8 +92,8 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
         return layout
 
     def _specialisation(self, values: Sequence[Any]) -> list[object]:
-        """Return everything on which the compiled code depends. A part has one or two entries, and
-        its first entry determines how many."""
+        """Return everything on which the compiled code depends. A part has one or two entries. Its
+        first entry and the parameter determine how many."""
         parts: list[object] = []
         add = parts.append
         for value, constant, unaligned in zip(values, self._constant, self._unaligned, strict=True):
@@ -101,7 +102,8 @@ class BoundKernel(KernelInterface[Any]):  # type: ignore[misc]
                 add(value)
             elif isinstance(value, Tensor):
                 add(value.dtype)
-                add(unaligned or value.data_ptr() % 16 == 0)
+                if not unaligned:
+                    add(value.data_ptr() % 16 == 0)
             elif kind is int:
                 if value == 1:
                     add(1)
@@ -123,6 +125,6 @@ def _width(value: int) -> str:
     return "i64" if value < 1 << 63 else "u64"
 
 
-def _has_calls(*hooks: Any) -> bool:
+def _has_calls(hook: Any) -> bool:
     """Return whether a profiler listens to launches."""
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    return hook is not None and bool(getattr(hook, "calls", True))

@@ -256,8 +256,7 @@ class BatchBuilder:
         """Build the step as if no row had images."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
-        earliest = starts if batch.early is None else starts - batch.early
-        page_ids, page_starts = self._pages(slots, earliest, ends)
+        page_ids, page_starts = self._pages(slots, batch)
         if self._table.state.shape[1]:
             states = self._states(batch, slots)
         elif (known := self._stateless.get(num_rows)) is not None:  # the case of most models
@@ -322,13 +321,16 @@ class BatchBuilder:
         }
 
     def _pages(
-        self, slots: NDArray[np.intp], starts: Ints, ends: Ints
+        self, slots: NDArray[np.intp], batch: ScheduleBatch
     ) -> tuple[HostColumn, tuple[HostColumn, ...]]:
         """Return the page ids of the rows, and where each row starts among them. In a table with a
         window, starts are shifted as if the pages before the window were listed."""
         if self._windows == _ONE_FULL:  # the case of most models: nothing to concatenate
-            page_ids, page_starts = self._all_pages(0, slots, ends)
+            page_ids, page_starts = self._all_pages(0, slots, batch.ends)
             return page_ids, (page_starts,)
+        starts, ends = batch.starts, batch.ends
+        if batch.early is not None:
+            starts = starts - batch.early
         found = [
             self._all_pages(table, slots, ends)
             if window is None
@@ -390,7 +392,9 @@ class BatchBuilder:
             token_ids = np.invert(slots, dtype=np.int32)  # -(slot + 1)
         else:
             token_ids = table.tokens[slots, places]
-            if num_unknown:
+            if num_unknown == len(newest):
+                token_ids[newest_places] = ~slots_of_rows
+            elif num_unknown:
                 token_ids[newest_places[unknown]] = ~slots_of_rows[unknown]
         pages = places // self._page_size
         locations = [

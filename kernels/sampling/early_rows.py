@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
-_DTYPES = (torch.int64, *(torch.int32,) * 7)
+_DTYPES = [torch.int64, *[torch.int32] * 7]
 _LANES = 32  # one warp. Longer rows are moved in several blocks
 
 
@@ -81,14 +81,13 @@ def move_early_rows(
         rejected,
         sampled,
     )
-    if tuple(each.dtype for each in tensors) != _DTYPES:
+    if [each.dtype for each in tensors] != _DTYPES:
         raise ValueError("int64 slots and int32 inputs of rows expected")
-    if not all(each.is_contiguous() for each in tensors):
+    if not all(map(Tensor.is_contiguous, tensors)):
         raise ValueError("contiguous inputs of rows expected")
-    if len(rows.starts) <= rows.num_rows or len(rows.guesses) < rows.num_rows * rows.width:
-        raise ValueError(
-            f"{len(rows.starts)} starts, {len(rows.guesses)} guesses of {rows[-1]} rows"
-        )
+    num_starts, num_guesses = rows.starts.shape[0], rows.guesses.shape[0]
+    if num_starts <= rows.num_rows or num_guesses < rows.num_rows * rows.width:
+        raise ValueError(f"{num_starts} starts and {num_guesses} guesses of {rows.num_rows} rows")
     if device.uses_triton(rejected):
         move_early_rows_triton(rows, inputs, rejected, sampled, page_size)
     else:
