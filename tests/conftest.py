@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from tests.support import isolation
+from tests.support.runner import isolation
 
 isolation.apply()
 os.environ.update(
@@ -37,7 +37,7 @@ sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # otherwise kernels could not be called without a GPU
 
-pytest_plugins = ["tests.support.cpu_seconds", "tests.support.workers"]
+pytest_plugins = ["tests.support.runner.cpu_seconds", "tests.support.runner.workers"]
 
 settings.load_profile("ci")  # the same examples everywhere, with any duration
 

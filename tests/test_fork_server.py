@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from common.process.children import ChildProcess
-from tests.support import fork_server
-from tests.support.cluster import children_of
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import children_of
 
 PR_GET_PDEATHSIG = 2
 LIBRARY = "has the library of tracing"  # whose import takes long

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import isolation
-from tests.support.isolation import ROOT
+from tests.support.runner import isolation
+from tests.support.runner.isolation import ROOT
 
 # The tools of `make lint` and git process the repository itself.
 TOOLS = {"tests/test_repository.py", "tests/test_isolation.py"}

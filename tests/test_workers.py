@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from tests.support.isolation import ROOT
+from tests.support.runner.isolation import ROOT
 
 FILES = {
     "conftest.py": """
@@ -39,7 +39,7 @@ FILES = {
     "test_b.py": """
         import os
         import pytest
-        from tests.support import workers
+        from tests.support.runner import workers
 
         PARENT = os.getpid()
 
@@ -66,7 +66,16 @@ def run(directory, *flags):
         indented = re.match(r"\s*", text)[0]
         (directory / name).write_text(text.replace(indented, "\n") if indented else text)
     (directory / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "tests.support.workers", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-ra",
+        "-p",
+        "tests.support.runner.workers",
+        *flags,
+    ]
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
         cwd=directory,

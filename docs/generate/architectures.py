@@ -41,9 +41,9 @@ from engine.models.transformers_backend import TransformersCheckpoint
 from engine.ranks import Share
 from tests.pair.node import Loaded, Size
 from tests.pair.rig import PairRig
-from tests.support.steps import Steps
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
+from tests.support.engine.steps import Steps
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.models.tiny_models import VOCABULARY_SIZE, make_tiny
 
 FILE = Path(__file__).with_suffix(".jsonl")
 DEADLINE_S = 150.0

@@ -9,8 +9,8 @@ import pytest
 from api.program.assembly import RunningRouter
 from tests.api.models import calling_model, model
 from tests.api.rig import Api, Client, Pair, api_for, pair_for, served
-from tests.support.http_client import Wire, connected
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.network.http_client import Wire, connected
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 __all__ = ["model"]
 

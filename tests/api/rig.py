@@ -20,8 +20,8 @@ from protos import router_pb2, router_pb2_grpc
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.sampling_pb2 import Guide, Sampling
 from tests.api.models import Spoken
-from tests.support.http_client import Response, get, post
-from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
+from tests.support.network.http_client import Response, get, post
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 T = TypeVar("T")
 

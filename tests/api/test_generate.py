@@ -40,8 +40,8 @@ from tests.api.rig import (
     served,
     submitted_or_over,
 )
-from tests.support.http_client import get
-from tests.support.stub_decode_node import StubDecodeNode, links_to
+from tests.support.network.http_client import get
+from tests.support.processes.stub_decode_node import StubDecodeNode, links_to
 
 
 async def test_a_response_streams_with_its_usage(client, node):

@@ -27,7 +27,7 @@ from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from tests.api.models import ids
 from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, collect, eventually, fails, served
-from tests.support.http_client import post
+from tests.support.network.http_client import post
 
 KEY = {"idempotency-key": "7a0c"}
 FIELDS = {"prompt": "hello", "max_tokens": 32}

@@ -18,8 +18,8 @@ from protos import router_pb2 as pb
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.api.models import CHAT_TEMPLATE, Spoken, write_model
 from tests.api.rig import COMPLETIONS, ON_ANY_PORT, Client, collect, eventually, fails
-from tests.support.http_client import Response, get, post
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.network.http_client import Response, get, post
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

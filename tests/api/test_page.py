@@ -11,8 +11,8 @@ from api.page import files
 from node.metrics import Role
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from tests.api.rig import router_for
-from tests.support.http_client import connected, get, request
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.network.http_client import connected, get, request
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode
 
 
 async def test_the_page_loads_only_files_of_the_router(api):

@@ -13,7 +13,7 @@ import pytest
 from protos.decode_pb2 import FromNode, RowLogprobs, Step
 from protos.sampling_pb2 import Logprobs
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, ask, rest
-from tests.support.http_client import sse_events
+from tests.support.network.http_client import sse_events
 
 PROMPT = [5, 6, 7]
 # Of the tokens of the prompt and of two generated ones.

@@ -11,7 +11,7 @@ from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, Toke
 from protos.sampling_pb2 import Sampling
 from tests.api.models import CONTEXT_LENGTH, write_model
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Client, api_for, fails, router_for
-from tests.support.http_client import post
+from tests.support.network.http_client import post
 
 Code = grpc.StatusCode
 ROOM = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from api.program.assembly import RunningRouter
 from tests.api.rig import Client, two_nodes
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from tests.attack.load import Served, percentile
-from tests.support.http_client import Wire, connected
+from tests.support.network.http_client import Wire, connected
 
 MAX_FACTOR = 5.0  # 99th percentile with an attack, relative to the one without
 MIN_CALM_S = 0.1  # smaller undisturbed values count as this one: the arm uses the same two cores

@@ -19,8 +19,8 @@ import grpc.aio
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import grpc_calls
-from tests.support.http_client import connected, sse_events
+from tests.support.network import grpc_calls
+from tests.support.network.http_client import connected, sse_events
 from tools.demo.tasks import Exchange, recall, word_facts
 
 _NUM_QUESTIONS = 24

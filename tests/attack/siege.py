@@ -30,8 +30,8 @@ from tests.attack.verdict import (
     of_delays,
     resident_bytes,
 )
-from tests.support.cluster import Cluster, children_of, free_ports
-from tests.support.sockets import sockets_of
+from tests.support.network.sockets import sockets_of
+from tests.support.processes.cluster import Cluster, children_of, free_ports
 
 _CALM_LOAD_S = 4.0
 _FIRST_PART = 0.25

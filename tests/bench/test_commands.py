@@ -14,8 +14,8 @@ from bench.systems import Machine, Serving
 from cli.demo_model import write
 from tests.bench.pages import Page
 from tests.bench.stub_openai import Script, stub_openai
-from tests.support import fork_server
-from tests.support.programs import runs
+from tests.support.processes import fork_server
+from tests.support.processes.programs import runs
 
 WAIT_S = 500.0  # systems start and are measured on a busy machine
 

@@ -12,8 +12,8 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.browser.conftest import Background
 from tests.browser.view import PHONE, View
-from tests.support.cluster import Cluster, slowed
-from tests.support.http_client import post
+from tests.support.network.http_client import post
+from tests.support.processes.cluster import Cluster, slowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -26,7 +26,9 @@ def cluster(
     driver: Any, background: Background, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """A cluster whose model has a name that is HTML."""
-    from tests.support.noise_model import write  # seconds, for nothing where there is no browser
+    from tests.support.models.noise_model import (
+        write,  # seconds, for nothing where there is no browser
+    )
 
     model = tmp_path_factory.mktemp("noise") / "model"
     write(model)

@@ -17,7 +17,7 @@ from tests.api.models import write_model
 from tests.api.rig import router_for
 from tests.browser.conftest import Background
 from tests.browser.view import View
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 pytestmark = pytest.mark.long
 

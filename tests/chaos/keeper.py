@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from tests.support.cluster import Cluster, Node, children_of
-from tests.support.programs import runs
+from tests.support.processes.cluster import Cluster, Node, children_of
+from tests.support.processes.programs import runs
 
 _ENGINE_END_S = 60.0
 _LOOK_S = 0.2

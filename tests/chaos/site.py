@@ -17,9 +17,9 @@ from protos.router_pb2 import GetClusterResponse
 from tests.attack.verdict import resident_bytes
 from tests.chaos.faults import COLLECTIVE_S, Fault
 from tests.chaos.keeper import Keeper
-from tests.support.cluster import Cluster, Node, children_of
-from tests.support.fork_server import programs_below
-from tests.support.http_client import get
+from tests.support.network.http_client import get
+from tests.support.processes.cluster import Cluster, Node, children_of
+from tests.support.processes.fork_server import programs_below
 
 NUM_NODES = 2  # of each role
 NUM_PROCESSES = 2  # of the router

@@ -18,7 +18,7 @@ from tests.attack.verdict import of_answers, of_log
 from tests.chaos.faults import COLLECTIVE_S, Round
 from tests.chaos.keeper import Keeper
 from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample, Site
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 _NUM_CLIENTS = 4
 _NUM_TOKENS = (12, 200)  # questions, and responses in flight during faults

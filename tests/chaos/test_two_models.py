@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from cli.demo_model import write
-from tests.support.local_system import Router, running, until
-from tests.support.vision import make_vision_checkpoint, noise_url
+from tests.support.models.vision import make_vision_checkpoint, noise_url
+from tests.support.processes.local_system import Router, running, until
 
 CLIENTS = 4
 FAULTS = 20

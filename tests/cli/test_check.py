@@ -13,11 +13,11 @@ import pytest
 from cli.check.__main__ import PROGRAM, main
 from cli.demo_model import write
 from common.identity.secret import new_secret
-from tests.support import fork_server
-from tests.support.certificates import Authority
-from tests.support.checkpoints import make_checkpoint
-from tests.support.quantised import FORMATS, requantised
-from tests.support.tiny_models import make_tiny, tiny_config
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.quantized_checkpoints import FORMATS, requantised
+from tests.support.models.tiny_models import make_tiny, tiny_config
+from tests.support.network.certificates import Authority
+from tests.support.processes import fork_server
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_the_report_has_the_stored_and_the_used_format_of_weights(check, model, 
 
 def test_an_encode_node_is_checked_without_the_decoder(check, model, tmp_path):
     pytest.importorskip("PIL")
-    from tests.support.vision import make_vision_checkpoint
+    from tests.support.models.vision import make_vision_checkpoint
 
     directory = make_vision_checkpoint(tmp_path / "vision")
     base = ("--role=encode", "--device=cpu", "--port=0")

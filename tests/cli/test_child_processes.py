@@ -11,7 +11,7 @@ import pytest
 
 from cli.local.system import LocalSystem
 from common.process.children import ChildProcess
-from tests.support.programs import await_end, runs
+from tests.support.processes.programs import await_end, runs
 
 STUBBORN = (
     "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"

@@ -22,7 +22,7 @@ from cli.local import plan
 from cli.main import COMMANDS, RENAMED, CliGroup, commands
 from common import VERSION, settings
 from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
-from tests.support.cluster import free_ports
+from tests.support.processes.cluster import free_ports
 
 NAMES = [name for name, _ in commands()]
 # Commands that call a router, with their arguments.

@@ -16,9 +16,9 @@ from common.errors import Unauthenticated
 from common.identity.secret import new_secret
 from protos import router_pb2_grpc
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
-from tests.support.certificates import Authority
-from tests.support.grpc_calls import serving
-from tests.support.stub_decode_node import StubNode
+from tests.support.network.certificates import Authority
+from tests.support.network.grpc_calls import serving
+from tests.support.processes.stub_decode_node import StubNode
 
 PREFILL, DECODE = "127.0.0.1:100", "127.0.0.1:200"
 NODES = (

@@ -14,8 +14,8 @@ import pytest
 from protos import node_pb2_grpc, router_pb2_grpc
 from protos.node_pb2 import DrainResponse
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
-from tests.support.grpc_calls import serving
-from tests.support.programs import ROOT
+from tests.support.network.grpc_calls import serving
+from tests.support.processes.programs import ROOT
 
 pytestmark = pytest.mark.slow
 

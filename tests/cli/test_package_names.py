@@ -10,7 +10,7 @@ import tomllib
 import pytest
 
 from cli.own_names import DISTRIBUTION, PACKAGES
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 
 def _baton(*path):

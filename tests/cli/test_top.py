@@ -30,8 +30,8 @@ from protos.router_pb2 import (
     RecentRequests,
     RouterState,
 )
-from tests.support import fork_server
-from tests.support.programs import Program
+from tests.support.processes import fork_server
+from tests.support.processes.programs import Program
 
 PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
 WAIT_S = 180.0

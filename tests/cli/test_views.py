@@ -19,7 +19,7 @@ from protos.router_pb2 import (
     RankState,
     RouterState,
 )
-from tests.support.grpc_calls import serving
+from tests.support.network.grpc_calls import serving
 
 PREFILL = ClusterNode(role="prefill", address="a:1", state="ready", queues={"waiting": 2})
 DECODE = ClusterNode(

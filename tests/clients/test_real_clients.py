@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from cli.demo_model import write
 from tests.clients.environments import SCRIPTS, installed, run, wanted
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 MODEL = "demo"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 TAG = "baton-test"
 TARGETS = ("router", "node-cpu")

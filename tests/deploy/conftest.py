@@ -11,7 +11,7 @@ import yaml
 
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, Object, Program
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))

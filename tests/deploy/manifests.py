@@ -22,8 +22,8 @@ import yaml
 
 from common.config import DecodeConfig, EncodeConfig, NodeConfig, PrefillConfig, RouterConfig
 from common.settings import ENV_PREFIX, read
-from tests.support.isolation import CACHES
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
+from tests.support.runner.isolation import CACHES
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 RECORDS = {

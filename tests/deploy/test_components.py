@@ -24,7 +24,7 @@ from tests.deploy.manifests import (
     settings,
     workloads,
 )
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 NODES = ("prefill", "decode")
 GIB = 1 << 30

@@ -13,7 +13,7 @@ import yaml
 
 from common.config import NodeConfig, RouterConfig
 from tests.deploy.manifests import load, settings
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 FILE = ROOT / "deploy" / "compose.yaml"
 PUBLIC = FILE.with_name("compose.public.yaml")

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from cli.own_names import DISTRIBUTION
 from kernels.cpu import compiler
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

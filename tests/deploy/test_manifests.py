@@ -10,7 +10,7 @@ from jsonschema import ValidationError
 from tests.deploy import manifests, schemas
 from tests.deploy.conftest import OVERLAYS
 from tests.deploy.manifests import KUBERNETES, named, num_bytes, of_kind, selects, workloads
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 
 def test_every_object_is_valid_for_kubernetes(objects):

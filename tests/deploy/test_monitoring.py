@@ -15,7 +15,7 @@ from docs.generate import rules as generated
 from node import metrics as node
 from router import metrics as router
 from tests.deploy.manifests import KUBERNETES, load, load_all, named, of_kind
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 MONITORING = KUBERNETES / "components" / "monitoring"
 DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))

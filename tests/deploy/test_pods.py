@@ -13,7 +13,7 @@ from common.config import NodeConfig, RouterConfig
 from protos import node_pb2, router_pb2
 from tests.deploy import manifests
 from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, role_of, selects, workloads
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 # Time of a program after its drain, in which streams and the engine end.
 ENDING_S = 10

@@ -4,7 +4,7 @@ import re
 
 from common.config import PrefillConfig, RouterConfig, ServerConfig
 from common.settings import read
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "baton@.service"
 GUIDE = ROOT / "docs" / "install.md"

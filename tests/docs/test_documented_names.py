@@ -17,7 +17,7 @@ from cli.main import COMMANDS, commands
 from cli.planner import metrics as planner
 from node import metrics as node
 from router import metrics as router
-from tests.support.isolation import ROOT
+from tests.support.runner.isolation import ROOT
 
 DOCUMENTS = sorted(
     path

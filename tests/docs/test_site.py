@@ -9,7 +9,7 @@ import yaml
 from cli.main import commands as cli_commands
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from docs.generate import commands, configuration, hooks
-from tests.support.programs import ROOT
+from tests.support.processes.programs import ROOT
 
 DOCS = ROOT / "docs"
 

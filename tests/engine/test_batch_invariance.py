@@ -24,11 +24,11 @@ from kernels.backends import chosen
 from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.backends.base import PoolRegion
 from kvtransfer.pairing import PairHello, compare
-from tests.support import interpreter
-from tests.support.checkpoints import make_checkpoint
-from tests.support.devices import CPU, operators_here, use
-from tests.support.quantised import FORMATS, requantised
-from tests.support.tiny_models import make_tiny
+from tests.support.hardware import interpreter
+from tests.support.hardware.devices import CPU, operators_here, use
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.quantized_checkpoints import FORMATS, requantised
+from tests.support.models.tiny_models import make_tiny
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from engine.kv_cache.layout import NO_TABLE
 from engine.models import Model, load
-from tests.support.checkpoints import (
+from tests.support.engine.steps import Recorder, Steps, prompt
+from tests.support.hardware.devices import CPU, use
+from tests.support.models.checkpoints import (
     HYBRID_ARCHITECTURES,
     LATENT_ARCHITECTURES,
     make_checkpoint,
 )
-from tests.support.devices import CPU, use
-from tests.support.quantised import FORMATS, in_mxfp4, requantised
-from tests.support.steps import Recorder, Steps, prompt
-from tests.support.tiny_models import make_tiny
+from tests.support.models.quantized_checkpoints import FORMATS, in_mxfp4, requantised
+from tests.support.models.tiny_models import make_tiny
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),

@@ -11,14 +11,14 @@ from engine.batch.batch import PageCopies
 from engine.build import build
 from engine.models import load
 from engine.runner.graphs import CudaRecorder
-from tests.support.checkpoints import (
+from tests.support.engine.steps import GREEDY, Steps, prompt
+from tests.support.hardware.devices import CUDA
+from tests.support.models.checkpoints import (
     NATIVE_ARCHITECTURES,
     greedy_tokens,
     make_checkpoint,
     reference_model,
 )
-from tests.support.devices import CUDA
-from tests.support.steps import GREEDY, Steps, prompt
 
 pytestmark = pytest.mark.gpu
 

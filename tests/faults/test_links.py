@@ -11,8 +11,8 @@ from cli.demo import DIRECTORY
 from tests.attack.load import Load
 from tests.chaos.keeper import Keeper
 from tests.chaos.site import NUM_PROCESSES, Site
-from tests.support.cluster import Cluster
-from tests.support.island import Island
+from tests.support.network.island import Island
+from tests.support.processes.cluster import Cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 

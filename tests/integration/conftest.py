@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import Oracle, oracle
-from tests.support.cluster import RIGS, Cluster, Rig
-from tests.support.noise_model import write
-from tests.support.programs import Program
+from tests.support.models.noise_model import write
+from tests.support.processes.cluster import RIGS, Cluster, Rig
+from tests.support.processes.programs import Program
 
 
 @pytest.fixture(scope="session")

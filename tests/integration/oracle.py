@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.support.checkpoints import confirmed_tokens, greedy_tokens, reference_model
+from tests.support.models.checkpoints import confirmed_tokens, greedy_tokens, reference_model
 
 
 class Oracle:

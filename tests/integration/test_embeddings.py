@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from protos.router_pb2 import EmbedRequest, Input, ScoreRequest, TokenIds
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster
-from tests.support.http_client import get, post
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.network.http_client import get, post
+from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.asyncio
 

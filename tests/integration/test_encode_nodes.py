@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("PIL")
 
 
-from tests.support.cluster import CPU, Cluster
-from tests.support.vision import make_vision_checkpoint, noise_url
+from tests.support.models.vision import make_vision_checkpoint, noise_url
+from tests.support.processes.cluster import CPU, Cluster
 
 pytestmark = pytest.mark.long
 

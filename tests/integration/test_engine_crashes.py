@@ -8,8 +8,8 @@ import pytest
 
 from common.request import CRASHED_TWICE
 from tests.integration.oracle import oracle
-from tests.support.cluster import POISONED, Cluster, Node
-from tests.support.poisoned.sitecustomize import DEADLY, POISON
+from tests.support.processes.cluster import POISONED, Cluster, Node
+from tests.support.processes.poisoned.sitecustomize import DEADLY, POISON
 
 # In one process: tests/pair/test_engine_crashes.py, tests/router/test_engine_crashes.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]

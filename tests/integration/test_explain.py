@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support import fork_server
-from tests.support.cluster import Cluster
-from tests.support.http_client import get
+from tests.support.network.http_client import get
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -10,9 +10,9 @@ import pytest
 
 from protos.router_pb2 import ExplainResponse
 from tests.integration.oracle import Oracle
-from tests.support.cluster import Cluster, Node, held, slowed
-from tests.support.http_client import post
-from tests.support.isolation import left_behind
+from tests.support.network.http_client import post
+from tests.support.processes.cluster import Cluster, Node, held, slowed
+from tests.support.runner.isolation import left_behind
 
 pytestmark = pytest.mark.slow
 

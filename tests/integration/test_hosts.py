@@ -13,13 +13,13 @@ import pytest
 from common.process.children import ChildProcess
 from tests.integration.oracle import oracle
 from tests.integration.test_rank_pairs import check, pages_read, prompts
-from tests.support.certificates import Authority
-from tests.support.certificates import flags as tls_flags
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, children_of, free_ports, held, slowed
-from tests.support.island import Island
-from tests.support.programs import await_end
-from tests.support.scrapes import scraped, total
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.network.certificates import Authority
+from tests.support.network.certificates import flags as tls_flags
+from tests.support.network.island import Island
+from tests.support.network.scrapes import scraped, total
+from tests.support.processes.cluster import Cluster, children_of, free_ports, held, slowed
+from tests.support.processes.programs import await_end
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

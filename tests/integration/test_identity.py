@@ -21,11 +21,11 @@ from protos.kvtransfer_pb2_grpc import KvTransferStub
 from protos.node_pb2 import AbortRequest, DrainRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import FlushCacheRequest
-from tests.support import fork_server
-from tests.support.cluster import Cluster, Node, free_ports
-from tests.support.grpc_calls import end_of_stream
-from tests.support.programs import ROOT, Program
-from tests.support.scrapes import scraped, value
+from tests.support.network.grpc_calls import end_of_stream
+from tests.support.network.scrapes import scraped, value
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import Cluster, Node, free_ports
+from tests.support.processes.programs import ROOT, Program
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -13,8 +13,7 @@ import torch
 from PIL import Image as Pillow
 from tokenizers import Tokenizer
 
-from tests.support.cluster import CPU, Cluster
-from tests.support.vision import (
+from tests.support.models.vision import (
     BEGIN,
     END,
     PAD,
@@ -24,6 +23,7 @@ from tests.support.vision import (
     make_vision_checkpoint,
     reference_vision_model,
 )
+from tests.support.processes.cluster import CPU, Cluster
 
 pytestmark = pytest.mark.long
 

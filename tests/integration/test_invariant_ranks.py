@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.processes.cluster import Cluster
 from tools.bench.bits.requests import ComparedRequest, ComparedResponse, respond
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 zmq = pytest.importorskip("zmq", reason="needs pyzmq")
 

@@ -9,10 +9,10 @@ import pytest
 
 from common.identity.secret import operator_keys, parse
 from tests.integration.oracle import Oracle
-from tests.support.adapters import make_adapter, merge
-from tests.support.checkpoints import greedy_tokens, reference_model
-from tests.support.cluster import Cluster
-from tests.support.http_client import get, post
+from tests.support.models.adapters import make_adapter, merge
+from tests.support.models.checkpoints import greedy_tokens, reference_model
+from tests.support.network.http_client import get, post
+from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.long
 

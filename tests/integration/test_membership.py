@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
-from tests.support.noise_model import write
+from tests.support.models.noise_model import write
+from tests.support.processes.cluster import RIGS, Cluster, Node, Rig, slowed
 
 # In one process: tests/router/test_membership.py, tests/router/test_discovery.py. Nodes that end
 # under answers: tests/faults, test_rollout.py.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.demo_model import write
-from tests.support import noise_model
-from tests.support.local_system import running, until
+from tests.support.models import noise_model
+from tests.support.processes.local_system import running, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, slowed
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.processes.cluster import Cluster, slowed
 
 NUM_TOKENS = 40
 TOGETHER = 4

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.adapters import ALL_MODULES, make_adapter, merge
-from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.cluster import WAIT_S, Cluster, free_ports, held, slowed
-from tests.support.scrapes import scraped, total
+from tests.support.models.adapters import ALL_MODULES, make_adapter, merge
+from tests.support.models.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.network.scrapes import scraped, total
+from tests.support.processes.cluster import WAIT_S, Cluster, free_ports, held, slowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in one process: test_a_group_has_the_answers
 

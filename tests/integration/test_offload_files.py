@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.integration.oracle import Oracle
-from tests.support.cluster import Answer, Cluster, free_ports
-from tests.support.scrapes import scraped, total
+from tests.support.network.scrapes import scraped, total
+from tests.support.processes.cluster import Answer, Cluster, free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

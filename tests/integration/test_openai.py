@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.support.checkpoints import reference_model
-from tests.support.cluster import RIGS, Cluster
-from tests.support.http_client import post
-from tests.support.noise_model import write
+from tests.support.models.checkpoints import reference_model
+from tests.support.models.noise_model import write
+from tests.support.network.http_client import post
+from tests.support.processes.cluster import RIGS, Cluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

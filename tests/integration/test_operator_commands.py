@@ -12,9 +12,9 @@ import pytest
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle, oracle
-from tests.support import fork_server
-from tests.support.cluster import Cluster, slowed
-from tests.support.noise_model import write
+from tests.support.models.noise_model import write
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import Cluster, slowed
 
 pytestmark = pytest.mark.long
 

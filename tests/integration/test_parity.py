@@ -21,8 +21,8 @@ from common.page_tables import PageTables
 from engine.kv_cache.layout import KVLayout
 from engine.models.families import read_decoder
 from tests.integration.oracle import Oracle, oracle
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
-from tests.support.cluster import RIGS, Cluster, Rig
+from tests.support.models.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.processes.cluster import RIGS, Cluster, Rig
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

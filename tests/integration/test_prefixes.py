@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 from tests.integration.oracle import Oracle
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 # Reading always pays and has no time limit, because its duration on a test machine is arbitrary.
 ALWAYS = ("--prefix-sharing.max-cost-ratio=1e9", "--prefix-sharing.fetch-timeout-s=300")

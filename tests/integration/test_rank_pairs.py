@@ -14,11 +14,11 @@ import pytest
 from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
 from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.integration.oracle import Oracle, oracle
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, free_ports, held, slowed
-from tests.support.drafters import make_mtp
-from tests.support.scrapes import scraped, total
-from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.drafters import make_mtp
+from tests.support.models.tiny_models import VOCABULARY_SIZE, make_tiny
+from tests.support.network.scrapes import scraped, total
+from tests.support.processes.cluster import Cluster, free_ports, held, slowed
 
 pytestmark = pytest.mark.slow
 

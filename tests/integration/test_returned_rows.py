@@ -15,8 +15,8 @@ import torch
 from protos import router_pb2
 from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import oracle
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.cluster import RIGS, Cluster, Rig, held, slowed
+from tests.support.models.checkpoints import make_checkpoint, reference_model
+from tests.support.processes.cluster import RIGS, Cluster, Rig, held, slowed
 
 NUM_TOKENS = 200  # far from the end when the node is killed
 PROMPT = [n % 251 for n in range(60)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import Oracle
-from tests.support import fork_server
-from tests.support.cluster import Cluster, Node, slowed
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import Cluster, Node, slowed
 
 # In one process: tests/node/test_role_switch.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -14,10 +14,11 @@ from cli.demo_model import write
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import fork_server, grpc_calls
-from tests.support.cluster import Cluster, free_ports, slowed
-from tests.support.http_client import get
-from tests.support.programs import Program
+from tests.support.network import grpc_calls
+from tests.support.network.http_client import get
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import Cluster, free_ports, slowed
+from tests.support.processes.programs import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -20,9 +20,9 @@ from common.config import TlsConfig
 from common.rpc import make_channel
 from protos.node_pb2 import DescribeRequest
 from protos.node_pb2_grpc import NodeStub
-from tests.support.certificates import Authority, flags
-from tests.support.cluster import Cluster, free_ports
-from tests.support.programs import Program
+from tests.support.network.certificates import Authority, flags
+from tests.support.processes.cluster import Cluster, free_ports
+from tests.support.processes.programs import Program
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

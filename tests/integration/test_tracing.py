@@ -12,9 +12,9 @@ from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support.cluster import Cluster
-from tests.support.http_client import get, post
-from tests.support.otlp_collector import Collector, Span, collecting
+from tests.support.network.http_client import get, post
+from tests.support.network.otlp_collector import Collector, Span, collecting
+from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -24,10 +24,10 @@ from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support.cluster import children_of, free_ports, free_row
-from tests.support.local_system import start_up
-from tests.support.programs import Program, await_end, runs
-from tests.support.sockets import OpenSocket, sockets_of
+from tests.support.network.sockets import OpenSocket, sockets_of
+from tests.support.processes.cluster import children_of, free_ports, free_row
+from tests.support.processes.local_system import start_up
+from tests.support.processes.programs import Program, await_end, runs
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import torch
 from kernels import device
 from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import Operators
-from tests.support import interpreter
-from tests.support.devices import operators_here
+from tests.support.hardware import interpreter
+from tests.support.hardware.devices import operators_here
 
 # Without a GPU, in Triton's interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

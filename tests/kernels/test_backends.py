@@ -19,8 +19,8 @@ from tests.kernels.attention.attention_case import SCALE, Case
 from tests.kernels.conftest import DEVICE
 from tests.kernels.linear_attention.state_case import NONE, cells_of, pages_of, rows_of
 from tests.kernels.linear_attention.test_delta_rule import inputs
-from tests.support import optional_packages
-from tests.support.recorded import PACKAGES, Recorded, record
+from tests.support.hardware import optional_packages
+from tests.support.hardware.recorded import PACKAGES, Recorded, record
 
 EXTENDS = [(5, 40), (33, 33), (1, 17), (16, 16)]
 VERIFIES = [(4, 90), (4, 16), (1, 33)]

@@ -1,4 +1,4 @@
-"""The faster interpreter of `tests.support.interpreter` converts operands like Triton's."""
+"""The interpreter of `tests.support.hardware.interpreter` converts operands like Triton's."""
 
 import importlib.util
 import itertools

@@ -12,9 +12,9 @@ import pytest
 import triton
 
 from kernels.cuda.driver import CudaError, OutOfDeviceMemory
-from tests.support.virtual_memory import GARBAGE, UNIT, host_memory
+from tests.support.hardware.virtual_memory import GARBAGE, UNIT, host_memory
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support/hardware"
 HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
 
 
@@ -34,7 +34,7 @@ def test_memory_is_allocated_again_at_the_same_address_without_its_content():
 
 def test_released_memory_cannot_be_accessed():
     script = """
-from tests.support.virtual_memory import UNIT, host_memory
+from tests.support.hardware.virtual_memory import UNIT, host_memory
 region = host_memory().reserve(UNIT)
 region.map()
 tensor = region.tensor(0, UNIT)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.backends.base import TransferBackend
-from tests.support.data_children import make_backend
-from tests.support.data_ends import Ends, one_sided_refusal
-from tests.support.loopback import LoopbackBackend
+from tests.support.network.data_children import make_backend
+from tests.support.network.data_ends import Ends, one_sided_refusal
+from tests.support.network.loopback import LoopbackBackend
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,9 @@ from kvtransfer.transfer.link import (
     RateMeasured,
     ReadEnded,
 )
-from tests.support.data_children import CANARY, CONSUMER, Memory
-from tests.support.data_ends import NearProducer
-from tests.support.loopback import LoopbackBackend, LoopbackFaults
+from tests.support.network.data_children import CANARY, CONSUMER, Memory
+from tests.support.network.data_ends import NearProducer
+from tests.support.network.loopback import LoopbackBackend, LoopbackFaults
 
 NUM_PAGES, PAGE_BYTES = 64, 4096
 PRODUCER = 1

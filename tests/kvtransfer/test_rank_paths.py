@@ -69,9 +69,9 @@ from kvtransfer.transfer.node_paths import Replies, start_ranks
 from kvtransfer.transfer.paths import PageChecksums
 from kvtransfer.transfer.rank_paths import RankLinks, paths_of_rank
 from kvtransfer.transfer.sides import PageAccess
-from tests.support.data_children import CANARY, Memory, content
-from tests.support.data_ends import wait_for
-from tests.support.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
+from tests.support.network.data_children import CANARY, Memory, content
+from tests.support.network.data_ends import wait_for
+from tests.support.network.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
 
 WAIT_S = 60.0
 PRODUCER, CONSUMER, STREAM = 7, 8, 1

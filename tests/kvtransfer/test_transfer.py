@@ -55,9 +55,9 @@ from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.rank_paths import RankLinks, RankOffers
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
-from tests.support.data_children import CANARY, Memory, content
-from tests.support.data_ends import wait_for
-from tests.support.loopback import LoopbackBackend, LoopbackProducer
+from tests.support.network.data_children import CANARY, Memory, content
+from tests.support.network.data_ends import wait_for
+from tests.support.network.loopback import LoopbackBackend, LoopbackProducer
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4

@@ -8,10 +8,10 @@ import pytest
 
 from common.config import DecodeConfig, EngineConfig, ServerConfig
 from protos import node_pb2, node_pb2_grpc
-from tests.support.programs import Program
+from tests.support.processes.programs import Program
 
 StartNode = Callable[..., Program]
-STUB = "tests.support.stub_node"
+STUB = "tests.support.processes.stub_node"
 
 
 def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:

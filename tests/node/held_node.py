@@ -8,4 +8,4 @@ from node.frontend import frontend
 
 frontend._END_S = 1.0
 threading.Thread(target=threading.Event().wait).start()
-runpy.run_module("tests.support.stub_node", run_name="__main__")
+runpy.run_module("tests.support.processes.stub_node", run_name="__main__")

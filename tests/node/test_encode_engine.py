@@ -21,8 +21,8 @@ from engine.models.vision.encoder_thread import EncoderThread
 from kvtransfer.messages import Embeddings, HandoffId
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from tests.kvtransfer.search.prefix_sides import Posts
-from tests.support.checkpoints import make_checkpoint
-from tests.support.vision import SIDE, make_vision_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.vision import SIDE, make_vision_checkpoint
 
 ID = HandoffId(1, 1, 1)
 PIECE = 200  # bytes

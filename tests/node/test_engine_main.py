@@ -14,8 +14,8 @@ from engine.loop.step_clock import StepClock
 from engine.scheduler.scheduler import Scheduler
 from node import runtime
 from node.runtime import drive
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
+from tests.support.models.checkpoints import make_checkpoint
 
 DEADLINE_S = 60.0
 WATCHDOG_S = 0.2

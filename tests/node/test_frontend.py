@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, busy, submit
-from tests.support.certificates import Authority
-from tests.support.cluster import free_ports
-from tests.support.programs import await_end, runs
+from tests.support.network.certificates import Authority
+from tests.support.processes.cluster import free_ports
+from tests.support.processes.programs import await_end, runs
 
 ABORTED = grpc.StatusCode.ABORTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -40,7 +40,7 @@ from engine.ranks.ring import StepRing, ring_memory
 from node.hosts import rank_host, relay
 from node.hosts.packets import PacketSocket
 from protos import ranks_pb2, ranks_pb2_grpc
-from tests.support.cluster import free_ports
+from tests.support.processes.cluster import free_ports
 
 PATIENCE_S = 120.0
 BLOCK_BYTES = 3 << 20  # several parts of a step

@@ -25,7 +25,7 @@ from prefill_node import program as prefill
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, busy, submit
-from tests.support.programs import runs
+from tests.support.processes.programs import runs
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 

@@ -12,7 +12,7 @@ from common.requests.namespace import as_bytes
 from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
-from tests.support.programs import Program
+from tests.support.processes.programs import Program
 
 LENGTH, ABORT, ERROR = 2, 3, 4
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
@@ -22,7 +22,7 @@ INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 def node():
     from tests.node.conftest import stub_config
 
-    program = Program("tests.support.stub_node", stub_config().model_dump_json())
+    program = Program("tests.support.processes.stub_node", stub_config().model_dump_json())
     program.line_with(" ready ")
     yield program
     program.close()

@@ -27,9 +27,9 @@ from common.config import TlsConfig
 from common.errors import ConfigError
 from protos import router_pb2, router_pb2_grpc
 from tests.node.conftest import eventually
-from tests.support import grpc_calls
-from tests.support.certificates import Authority
-from tests.support.cluster import free_ports
+from tests.support.network import grpc_calls
+from tests.support.network.certificates import Authority
+from tests.support.processes.cluster import free_ports
 
 EMPTY = TlsConfig()
 

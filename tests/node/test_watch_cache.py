@@ -20,7 +20,7 @@ from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit
-from tests.support.programs import Program
+from tests.support.processes.programs import Program
 
 PAGE_SIZE = 16
 

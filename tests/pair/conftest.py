@@ -14,9 +14,9 @@ from common.page_tables import PageTables
 from engine.kv_cache.layout import KVLayout
 from engine.sizing import kept_in
 from tests.pair.rig import Asked, Loaded
-from tests.support.checkpoints import confirmed_tokens, make_checkpoint, reference_model
-from tests.support.noise_model import write
-from tests.support.steps import Steps
+from tests.support.engine.steps import Steps
+from tests.support.models.checkpoints import confirmed_tokens, make_checkpoint, reference_model
+from tests.support.models.noise_model import write
 
 
 @dataclass(eq=False)

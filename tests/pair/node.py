@@ -66,9 +66,9 @@ from node.messages import (
 from node.runtime import NodeRuntime
 from prefill_node import engine as prefill_engine
 from tests.pair.wires import FrontEnd
-from tests.support.devices import compute_as_a_node
-from tests.support.lifo_pages import LifoFreeList
-from tests.support.loopback import LoopbackBackend
+from tests.support.engine.lifo_pages import LifoFreeList
+from tests.support.hardware.devices import compute_as_a_node
+from tests.support.network.loopback import LoopbackBackend
 
 STREAM = 1  # of the only router
 

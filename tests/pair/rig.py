@@ -39,8 +39,8 @@ from node.messages import (
 from tests.pair import timeline_laws
 from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
 from tests.pair.wires import Wires
-from tests.support.devices import compute_as_a_node
-from tests.support.loopback import LoopbackBackend
+from tests.support.hardware.devices import compute_as_a_node
+from tests.support.network.loopback import LoopbackBackend
 
 TIMEOUT_S = 60.0  # of every wait of a test
 SCHEDULER = SchedulerConfig.model_fields

@@ -17,8 +17,8 @@ from kvtransfer.transfer import link as link_module
 from node.messages import DrainNode
 from protos import kvtransfer_pb2
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.checkpoints import make_checkpoint
-from tests.support.loopback import LoopbackConnection
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.network.loopback import LoopbackConnection
 
 PROMPT = list(range(40, 90))  # three pages and a part
 

@@ -18,7 +18,7 @@ from node.timings import HandoffTimings
 from tests.pair.conftest import Known
 from tests.pair.rig import PairRig, Size
 from tests.pair.states import make_decode_state
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import Rig, ints
 from tests.support.specs import make_request
 
 SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first arrival

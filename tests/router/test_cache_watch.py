@@ -14,7 +14,7 @@ from protos.router_pb2 import GetClusterRequest, TokenIds
 from router.policy import prefix_index
 from router.policy.prefix_index import CacheWatch, PrefixIndex, PromptPrefixes
 from tests.api.rig import collect, eventually, served
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode
 
 SIZE = 16
 PREFIX = [5, 6, 7, 8] * 8  # two pages

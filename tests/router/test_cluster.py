@@ -8,7 +8,7 @@ from grpc import StatusCode
 from protos.router_pb2 import GetClusterRequest
 from router.cluster import decode_client
 from tests.api.rig import collect, eventually, fails, failure, pair_for, router_for, usable
-from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 
 async def test_requests_alternate_over_nodes_and_have_rotated_prefill_nodes(model):

@@ -12,7 +12,7 @@ from common import rpc
 from router.cluster import cluster_state
 from router.cluster.cluster_state import ClusterState
 from tests.api.rig import collect, eventually, router_for, usable
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode
 
 NO_MESSAGE = b"\xff"
 

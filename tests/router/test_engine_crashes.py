@@ -16,7 +16,7 @@ from tests.api.rig import (
     failure,
     submitted_to_one_of,
 )
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 
 async def lose_engine(node: StubDecodeNode) -> None:

@@ -17,7 +17,7 @@ from protos.sampling_pb2 import Sampling
 from router.cluster import membership, sources
 from router.cluster.decode_client import DecodeClient
 from tests.api.rig import Client, collect, eventually, failure, router_for, usable
-from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
+from tests.support.processes.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
 
 
 @pytest.fixture(autouse=True)

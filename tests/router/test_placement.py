@@ -10,7 +10,7 @@ import pytest
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from protos.router_pb2 import TokenIds
 from tests.api.rig import Client, collect, eventually, failure, served
-from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 
 class Rig:

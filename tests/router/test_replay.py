@@ -26,7 +26,7 @@ from tests.api.rig import (
     submitted_to_one_of,
     two_nodes,
 )
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 
 async def lost_after_a_token(client, node, **sampling):

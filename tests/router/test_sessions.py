@@ -15,7 +15,7 @@ from tests.api.rig import (
     submitted_to_one_of,
     two_nodes,
 )
-from tests.support.http_client import post
+from tests.support.network.http_client import post
 
 
 def _named(way: str, session: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -14,8 +14,8 @@ from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import Backlog
 from router.policy.load import RequestDue
 from tests.api.rig import collect, eventually, fails, failure, metric, served
-from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.network.http_client import post
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode
 
 RESOURCE_EXHAUSTED = StatusCode.RESOURCE_EXHAUSTED.value[0]
 

@@ -24,7 +24,7 @@ from tests.api.rig import (
     two_nodes,
     usable,
 )
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 KNOBS = {"suspect_after_s": 1.0, "dead_after_s": 1000.0}  # the stubs send five heartbeats a second
 

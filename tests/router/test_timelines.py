@@ -16,8 +16,8 @@ from protos.sampling_pb2 import Sampling
 from router.record import NUM_KEPT
 from tests.api.models import byte_level_tokenizer
 from tests.api.rig import WAIT_S, collect, fails, failure, router_for, served
-from tests.support.http_client import get
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.network.http_client import get
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 PREFILL = "10.0.0.5:50100"
 HELD = pb.Timeline(

@@ -15,9 +15,9 @@ import pytest
 
 from common.page_tables import PageTables
 from simulation.device.witness import expected_tokens
-from tests.support.cluster import free_ports, free_row
-from tests.support.data_ends import wait_for
-from tests.support.programs import Program
+from tests.support.network.data_ends import wait_for
+from tests.support.processes.cluster import free_ports, free_row
+from tests.support.processes.programs import Program
 
 PAGE = 16
 ANSWER_S = 120.0

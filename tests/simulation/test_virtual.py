@@ -18,7 +18,7 @@ from simulation.cost.models import StepShape
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.loop import Deadlock, VirtualLoop
 from simulation.virtual.scenario import read
-from tests.support.isolation import ROOT
+from tests.support.runner.isolation import ROOT
 
 T = TypeVar("T")
 EXAMPLE = ROOT / "docs" / "assets" / "sim.yaml"

@@ -19,7 +19,7 @@ from simulation.virtual.faults import KEEPALIVE_S, Wires
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.network import LATENCY_S, MemoryHost, MemoryNetwork
 from tests.simulation.test_virtual import report, written
-from tests.support.isolation import ROOT
+from tests.support.runner.isolation import ROOT
 
 TO_SERVER, TO_CLIENT = ("client", "server"), ("server", "client")
 ADDRESS = "127.0.0.1:1"

@@ -12,8 +12,8 @@ from common import rpc
 from common.errors import InvalidRequest, NodeUnavailable
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc, node_pb2, node_pb2_grpc
 from simulation.virtual.network import MemoryHost, MemoryNetwork
-from tests.support.cluster import free_ports
-from tests.support.grpc_calls import status_of
+from tests.support.network.grpc_calls import status_of
+from tests.support.processes.cluster import free_ports
 
 WAIT_S = 60.0
 

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 from PIL import Image as Picture
 
-from tests.support.vision import SIDE, make_vision_checkpoint
+from tests.support.models.vision import SIDE, make_vision_checkpoint
 from tools.bench.support.load import Client, cpu_row, make_jobs, summary
 from tools.bench.support.peer import shortened
 from tools.bench.support.record import emit, parsed, say, show

@@ -44,9 +44,9 @@ from engine.runner.runner import LaunchedStep
 from engine.runner.stream import StreamEvent
 from kernels import device
 from kernels.bound import BoundKernel
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.steps import GREEDY, Steps, prompt
+from tests.support.engine.steps import GREEDY, Steps, prompt
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tools.bench.resources.compilation import AbsentDevice
 from tools.bench.support import record
 

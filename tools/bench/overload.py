@@ -31,7 +31,7 @@ import uvloop
 
 from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import Lengths, Workload, WorkloadRequest
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from tools.bench.support.load import Client
 from tools.bench.support.record import emit, parsed, percentiles, say, show
 from tools.bench.support.systems import System, cpu_seconds_of, serving

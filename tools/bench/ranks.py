@@ -59,8 +59,8 @@ from engine.runner.step import Step
 from engine.scheduler.results import StepOutcome
 from kvtransfer.rank_messages import OfferPaths, PublishPages, StartTransfer
 from kvtransfer.rank_messages import encode as encode_message
-from tests.support.checkpoints import make_checkpoint
-from tests.support.group_nodes import GroupNode, running
+from tests.support.engine.group_nodes import GroupNode, running
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.specs import make_request
 from tools.bench.support import record
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, kept

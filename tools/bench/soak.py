@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.workload import WorkloadRequest
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import children_of
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.processes.cluster import children_of
 from tools.bench.support.load import Client
 from tools.bench.support.models import QWEN3_450M
 from tools.bench.support.record import emit, parsed, say, show

@@ -32,7 +32,7 @@ from engine.loop.loop import EventLoop
 from engine.loop.step_clock import StepClock
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from tools.bench.support.record import emit, parsed, percentiles, say, show
 
 SIZES: dict[str, Any] = {  # 54 million parameters

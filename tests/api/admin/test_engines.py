@@ -26,9 +26,9 @@ from tests.api.rig import (
     submitted_or_over,
     usable,
 )
-from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
-from tests.support.stub_pooling_node import StubPoolingNode
+from tests.support.network.http_client import post
+from tests.support.processes.stub_decode_node import StubDecodeNode, StubNode, links_to
+from tests.support.processes.stub_pooling_node import StubPoolingNode
 
 UPDATE = "/update_weights_from_disk"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

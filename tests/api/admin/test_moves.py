@@ -8,8 +8,8 @@ from grpc import StatusCode
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from tests.api.rig import PROMPT, Client, ask, collect, eventually
-from tests.support.http_client import get
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.network.http_client import get
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
 LOST = "baton_decode_streams_lost_total"

@@ -12,7 +12,7 @@ from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, ReportPlanRequ
 from router.workers import OtherProcesses
 from tests.api.rig import failure, router_for
 from tests.support.fake_clock import FakeClock
-from tests.support.http_client import get
+from tests.support.network.http_client import get
 
 ALONE = OtherProcesses({})
 PRESSURES = {"prefill": 1.5, "decode": 0.25}

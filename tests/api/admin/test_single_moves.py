@@ -13,7 +13,7 @@ from router.cluster.cluster import Cluster
 from router.cluster.decode_client import MigrationOutcome
 from router.workers import OtherProcesses, ProcessHandler, ProcessReplies
 from tests.api.rig import Client, ask, collect, failure
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 
 def _move(client: Client, **order: str) -> Any:

@@ -8,7 +8,7 @@ from grpc.aio import AioRpcError
 
 from protos import router_pb2
 from tests.api.rig import eventually
-from tests.support.stub_decode_node import links_to
+from tests.support.processes.stub_decode_node import links_to
 
 UPDATE, PAUSE = "/update_weights_from_disk", "/pause_generation"
 TAKE = "/update_weights_from_node"

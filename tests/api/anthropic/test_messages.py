@@ -11,7 +11,7 @@ from protos.decode_pb2 import FINISH_REASON_LENGTH
 from tests.api.auth.rig import entry, write
 from tests.api.models import CALL
 from tests.api.rig import Api, api_for
-from tests.support.http_client import Response
+from tests.support.network.http_client import Response
 
 MESSAGES = "/v1/messages"
 ASKED: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}

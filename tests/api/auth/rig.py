@@ -9,7 +9,7 @@ import yaml
 from api.auth import api_keys
 from common.config import ClientsConfig
 from tests.api.rig import COMPLETIONS, Api
-from tests.support.http_client import Response, post
+from tests.support.network.http_client import Response, post
 
 NOBODY = ["127.0.0.1:1"]  # a decode node that does not exist
 KEYS = {name: f"{api_keys.PREFIX}{name * 9}" for name in ("alice", "bob", "old", "op")}

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, eventually
-from tests.support.http_client import Response, Wire, request
+from tests.support.network.http_client import Response, Wire, request
 
 NUM_STREAMS = 2000
 NUM_IDLE = 5000

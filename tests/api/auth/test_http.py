@@ -16,7 +16,7 @@ from common.errors import RateLimited
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.api.auth.rig import KEYS, NOBODY, ask_as, bearer, clients_of, entry
 from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, eventually, metric, router_for
-from tests.support.http_client import Response, Wire, connected, request
+from tests.support.network.http_client import Response, Wire, connected, request
 
 FOR_ANYBODY = ["/health", "/ready", "/", "/page/app.js"]
 FOR_CLIENTS = ["/v1/models", "/v1/models/x", "/openapi.json", "/nothing"]

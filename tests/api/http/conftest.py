@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.api.http.http_site import Site, site
-from tests.support.http_client import Wire, connected
+from tests.support.network.http_client import Wire, connected
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from common.errors import ConfigError
 from tests.api.http.http_site import Site, site
 from tests.api.rig import collect, eventually
-from tests.support.http_client import Wire, connected, get, post, request
+from tests.support.network.http_client import Wire, connected, get, post, request
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -14,7 +14,7 @@ from api.dialect.problems import ApiError
 from api.http.messages import HttpRequest
 from tests.api.http.http_site import site
 from tests.api.rig import eventually
-from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request
+from tests.support.network.http_client import WAIT_S, connected, get, not_reading, post, request
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -17,7 +17,7 @@ from common import tls
 from router.metrics import RouterMetrics
 from tests.api.http.http_site import Checked
 from tests.api.rig import eventually
-from tests.support.certificates import Authority
+from tests.support.network.certificates import Authority
 
 PATIENCE_S = 60.0
 

@@ -23,7 +23,7 @@ from api.images.pictures import CPU_S, LANES, MAX_WAITING, Decoding
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
 from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Helper, Question
 from tests.api.images.test_images import drawn, encoded
-from tests.support.vision import SIDE, files_of, headed, write_vision_files
+from tests.support.models.vision import SIDE, files_of, headed, write_vision_files
 
 BUSY, OTHER = by_address("192.0.2.1"), by_address("192.0.2.2")
 WAIT_S = 60.0

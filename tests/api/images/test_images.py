@@ -35,8 +35,8 @@ from common.rpc import MAX_MESSAGE_BYTES
 from engine.models.vision.encoder import encoder_inputs
 from protos import router_pb2, router_pb2_grpc
 from tests.api.rig import Api, api_for
-from tests.support.devices import CPU
-from tests.support.vision import (
+from tests.support.hardware.devices import CPU
+from tests.support.models.vision import (
     BEGIN_ID,
     END_ID,
     SIDE,

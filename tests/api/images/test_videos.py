@@ -22,7 +22,7 @@ from common.requests.images import check_images, from_proto
 from protos import router_pb2
 from tests.api.images.test_images import drawn, encoded, over_grpc, part, refused, submitted, text
 from tests.api.rig import api_for
-from tests.support.vision import (
+from tests.support.models.vision import (
     BEGIN,
     BEGIN_ID,
     END,

@@ -12,7 +12,7 @@ from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.api.models import ids
-from tests.support.http_client import sse_events
+from tests.support.network.http_client import sse_events
 
 GENERATE = "/generate"
 

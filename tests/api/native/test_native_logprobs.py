@@ -6,7 +6,7 @@ from protos.decode_pb2 import FINISH_REASON_LENGTH, FromNode, RowLogprobs, Step
 from protos.sampling_pb2 import Logprobs
 from tests.api.models import byte_level_tokenizer, ids
 from tests.api.native.test_native import GENERATE
-from tests.support.http_client import sse_events
+from tests.support.network.http_client import sse_events
 
 PROMPT = [5, 6, 7, 8]
 TOKENS = ids(" one two")

@@ -30,7 +30,7 @@ from tests.api.rig import (
     fails,
     router_for,
 )
-from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
+from tests.support.network.http_client import WAIT_S, connected, get, not_reading, sse_events
 
 MANY_TOKENS = 2000
 BOTH = pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from api.requests.validation import WHOLE_INTERVAL
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, api_for
-from tests.support.http_client import post, request
-from tests.support.stub_decode_node import Submission
+from tests.support.network.http_client import post, request
+from tests.support.processes.stub_decode_node import Submission
 
 
 async def _submitted(api: Api, path: str, **fields: Any) -> Submission:

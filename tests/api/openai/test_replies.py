@@ -24,7 +24,7 @@ from api.requests.answer import FinalChunk, OutputChunk, PromptReport, TokenRepo
 from api.requests.generate_params import GenerateParams
 from common.errors import DeadlineExceeded
 from router.metrics import RouterMetrics
-from tests.support.http_client import Client as HttpClient
+from tests.support.network.http_client import Client as HttpClient
 
 
 @pytest.fixture

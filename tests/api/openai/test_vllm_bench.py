@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.rig import CHAT, COMPLETIONS, Api
-from tests.support.http_client import Response, get, post
+from tests.support.network.http_client import Response, get, post
 
 ASKED = {"stream": True, "stream_options": {"include_usage": True}}
 COMPLETION = {"prompt": "the fox", "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None}

@@ -13,7 +13,7 @@ import pytest
 from api.parsers.harmony import ENDS, MARKERS
 from tests.api.models import calling_model
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, api_for, collect, tool
-from tests.support.http_client import Response
+from tests.support.network.http_client import Response
 
 TEMPLATE = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>
 final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}

@@ -26,8 +26,8 @@ from router.policy.policies import NAMES, make_policy
 from router.policy.prefix_index import PrefixIndex
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
 from tests.api.rig import WAIT_S, eventually, router_for
-from tests.support.http_client import get, post
-from tests.support.stub_pooling_node import StubPoolingNode
+from tests.support.network.http_client import get, post
+from tests.support.processes.stub_pooling_node import StubPoolingNode
 
 EMBEDDINGS = "/v1/embeddings"
 ONE_ITEM = {"query": "a", "items": ["b"]}

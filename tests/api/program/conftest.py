@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.rig import ABSENT
-from tests.support.programs import Program
+from tests.support.processes.programs import Program
 
 
 @pytest.fixture

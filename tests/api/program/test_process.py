@@ -16,10 +16,10 @@ from common.identity.secret import new_secret, operator_keys, parse
 from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from tests.api.rig import ABSENT, Client, collect, fails, failure
-from tests.support.cluster import free_ports
-from tests.support.http_client import connected, post, request
-from tests.support.programs import Program
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.network.http_client import connected, post, request
+from tests.support.processes.cluster import free_ports
+from tests.support.processes.programs import Program
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 
 @asynccontextmanager

@@ -21,10 +21,10 @@ from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from router.workers import ProcessSlot
 from tests.api.rig import ABSENT, ON_ANY_PORT, Client, collect, eventually
-from tests.support import fork_server
-from tests.support.http_client import post
-from tests.support.programs import Program
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.network.http_client import post
+from tests.support.processes import fork_server
+from tests.support.processes.programs import Program
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 START_S = 180.0
 

@@ -20,12 +20,12 @@ from protos.router_pb2 import GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from router.metrics import DECLARED
 from tests.api.rig import eventually
-from tests.support import fork_server
-from tests.support.cluster import free_row
-from tests.support.http_client import Response, connected, get, post
-from tests.support.programs import Program
-from tests.support.scrapes import check_declared, scraped, value
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.network.http_client import Response, connected, get, post
+from tests.support.network.scrapes import check_declared, scraped, value
+from tests.support.processes import fork_server
+from tests.support.processes.cluster import free_row
+from tests.support.processes.programs import Program
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 

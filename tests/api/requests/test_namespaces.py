@@ -9,8 +9,8 @@ from api.requests.validation import MAX_SALT_CHARACTERS
 from common.requests.namespace import IDENTITY_BYTES, namespace_of
 from tests.api.models import ids
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, Client, api_for, collect, failure
-from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.network.http_client import post
+from tests.support.processes.stub_decode_node import StubDecodeNode
 
 PROMPTS: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": HELLO}}
 LONG = "ß" * MAX_SALT_CHARACTERS

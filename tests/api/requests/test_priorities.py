@@ -11,8 +11,8 @@ from common.config import ClientsConfig
 from common.errors import InvalidRequest
 from tests.api.auth.rig import bearer, entry, write
 from tests.api.rig import collect, fails, router_for, served
-from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from tests.support.network.http_client import post
+from tests.support.processes.stub_decode_node import StubDecodeNode, Submission
 
 
 def _client(priority: int | None) -> Client:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.attack.posts import CHAT, post
 from tests.attack.target import Target
-from tests.support.vision import headed
+from tests.support.models.vision import headed
 
 NUM_WORKERS = 3
 

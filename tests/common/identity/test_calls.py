@@ -29,7 +29,7 @@ from common.identity.guard import ROLES, CallAuthenticator, uncounted
 from common.identity.secret import SecretKeys, new_secret, operator_keys
 from common.identity.tokens import Identity, TokenAuthentication
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
-from tests.support.grpc_calls import end_of_stream, status_of
+from tests.support.network.grpc_calls import end_of_stream, status_of
 
 Code = grpc.StatusCode
 SECRET, OTHER = new_secret(), new_secret()

@@ -15,8 +15,8 @@ from common.identity.guard import uncounted
 from common.identity.program import guard_of
 from node.metrics import NodeMetrics
 from protos import node_pb2, node_pb2_grpc
-from tests.support.certificates import Authority
-from tests.support.grpc_calls import serving, status_of
+from tests.support.network.certificates import Authority
+from tests.support.network.grpc_calls import serving, status_of
 
 Code = grpc.StatusCode
 

@@ -16,7 +16,7 @@ from node.metrics import NodeMetrics
 from router import metrics as router
 from router.cluster.cluster_state import NodeReport
 from router.metrics import RouterMetrics
-from tests.support.scrapes import check_declared
+from tests.support.network.scrapes import check_declared
 
 ROLES = ("prefill", "decode", "encode")
 

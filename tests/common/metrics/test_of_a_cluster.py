@@ -12,9 +12,16 @@ import pytest
 
 from node import metrics as node
 from router import metrics as router
-from tests.support.cluster import Answer, Cluster, free_ports, slowed
-from tests.support.noise_model import write
-from tests.support.scrapes import Scrape, check_declared, check_only_grew, scraped, total, value
+from tests.support.models.noise_model import write
+from tests.support.network.scrapes import (
+    Scrape,
+    check_declared,
+    check_only_grew,
+    scraped,
+    total,
+    value,
+)
+from tests.support.processes.cluster import Answer, Cluster, free_ports, slowed
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

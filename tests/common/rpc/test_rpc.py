@@ -18,7 +18,7 @@ from common.process import resources
 from common.rpc import services
 from common.rpc.services import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
-from tests.support.grpc_calls import status_of
+from tests.support.network.grpc_calls import status_of
 
 Code = grpc.StatusCode
 WATCH = health_pb2.HealthCheckRequest()

@@ -12,7 +12,7 @@ import pytest
 from common.config import ServerConfig
 from common.tracing import context, otlp
 from common.tracing.context import FLUSH_S, UNTRACED, ChildSpan, TraceContext, Tracer, parse
-from tests.support.otlp_collector import collecting
+from tests.support.network.otlp_collector import collecting
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

@@ -38,9 +38,9 @@ from engine.models import load
 from engine.models.checkpoint import OpenFiles
 from engine.scheduler.arrivals import SKIP_AHEAD_S
 from node.queues import AdapterQueue
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.specs import make_batch, make_request
 
 CPU = torch.device("cpu")

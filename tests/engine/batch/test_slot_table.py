@@ -7,7 +7,7 @@ from common.requests.sampling import SamplingParams
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 from tests.support.specs import make_request
 
 

@@ -12,10 +12,10 @@ from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
 from engine.models import load
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.engine.steps import Steps
+from tests.support.hardware.tapes import RepeatRecorder
+from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import make_batch, make_request
-from tests.support.steps import Steps
-from tests.support.tapes import RepeatRecorder
 
 PAGE_SIZE = 16
 CPU = torch.device("cpu")

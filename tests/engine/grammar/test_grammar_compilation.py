@@ -18,7 +18,7 @@ from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarTimeout, SubprocessVerifier, VerifierLane
 from engine.grammar.guides import MAX_SLOW, MAX_WAITING, GrammarCache
 from engine.grammar.matching import MatchThreads
-from tests.support.noise_model import SPECIAL_TOKENS, write
+from tests.support.models.noise_model import SPECIAL_TOKENS, write
 
 WAIT_S = 300.0
 VOCABULARY = 256 + len(SPECIAL_TOKENS)

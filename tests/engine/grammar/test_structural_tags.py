@@ -14,7 +14,7 @@ from api.parsers.model_format import ModelFormat
 from common.errors import InvalidRequest
 from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
-from tests.support.noise_model import SPECIAL_TOKENS, write
+from tests.support.models.noise_model import SPECIAL_TOKENS, write
 
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 SCHEMA: dict[str, Any] = {

@@ -17,7 +17,7 @@ from engine.batch.holding import PageHolding
 from engine.kv_cache.kv_events import CacheChange, CacheEvents
 from engine.kv_cache.pages import PageHolder
 from tests.engine.kv_cache.test_prefix_cache import SIZE, Books
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 
 
 class Watched(Books):

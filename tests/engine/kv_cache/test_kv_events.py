@@ -17,7 +17,7 @@ from engine.kv_cache.kv_events import CacheEvents, KvEventLog
 from engine.kv_cache.pages import PageHolder
 from tests.engine.kv_cache.test_cache_events import Watched
 from tests.engine.kv_cache.test_prefix_cache import SIZE
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 
 THEIRS = namespace_of("theirs")
 

@@ -16,8 +16,8 @@ from tests.engine.offload.test_host_tier import (
     fill_the_pool,
     in_tree,
 )
-from tests.support.engine_rig import Rig
-from tests.support.fake_backend import VOCABULARY
+from tests.support.engine.engine_rig import Rig
+from tests.support.engine.fake_backend import VOCABULARY
 
 POISON = VOCABULARY  # no token of a prompt
 OTHERS = namespace_of("others")

@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import EngineFault
 from engine.kv_cache.pages import AscendingRuns, PageAllocator, PageHolder
-from tests.support.engine_rig import ints
-from tests.support.lifo_pages import LifoFreeList
+from tests.support.engine.engine_rig import ints
+from tests.support.engine.lifo_pages import LifoFreeList
 
 
 def _allocate(pages: PageAllocator, num_pages: int, holder: PageHolder = PageHolder.REQUEST):

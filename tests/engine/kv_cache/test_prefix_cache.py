@@ -12,8 +12,8 @@ from common.requests.namespace import SHARED, namespace_of
 from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from tests.support.engine_rig import ints
-from tests.support.lifo_pages import LifoFreeList
+from tests.support.engine.engine_rig import ints
+from tests.support.engine.lifo_pages import LifoFreeList
 
 SIZE = 4
 ONE, OTHER = namespace_of("one"), namespace_of("other")

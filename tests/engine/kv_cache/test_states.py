@@ -13,10 +13,10 @@ from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import stretch
 from tests.engine.sampling.test_speculation import guesses
 from tests.engine.scheduler.test_scheduler_random import Traffic
-from tests.support.drafters import KINDS
-from tests.support.engine_rig import Rig, ints
-from tests.support.fake_backend import VOCABULARY
-from tests.support.lifo_pages import LifoFreeList
+from tests.support.engine.engine_rig import Rig, ints
+from tests.support.engine.fake_backend import VOCABULARY
+from tests.support.engine.lifo_pages import LifoFreeList
+from tests.support.models.drafters import KINDS
 
 STATE = 3
 

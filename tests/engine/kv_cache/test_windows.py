@@ -10,7 +10,7 @@ import pytest
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import Rig, ints
 
 WINDOWS = (None, 24, 40)
 CHUNKED = {"chunked_prefill_tokens": 32}

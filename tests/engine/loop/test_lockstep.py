@@ -25,8 +25,8 @@ from engine.ranks.lockstep import Announcement, Lockstep
 from engine.ranks.node_group import join_group
 from engine.scheduler import next_rows
 from engine.scheduler.next_rows import MAX_PASSES, PrefillCounts, prefills_now
-from tests.support import fork_server
-from tests.support.group_nodes import PATIENCE_S, join_all
+from tests.support.engine.group_nodes import PATIENCE_S, join_all
+from tests.support.processes import fork_server
 
 NUM_WAKES = 400
 
@@ -104,7 +104,7 @@ class Process:
         output, standard_output = os.pipe()
         arguments = [str(directory), str(rank), str(size), str(timeout_s)]
         files = standard_input, standard_output, 2
-        module = "tests.support.group_program"
+        module = "tests.support.engine.group_program"
         self.process = fork_server.start(module, arguments, {**os.environ}, Path.cwd(), files)
         for file in files[:2]:
             os.close(file)

@@ -11,7 +11,7 @@ from common.errors import EngineFault
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.loop.loop import EventLoop
 from tests.engine.loop.test_step_clock import TimedClock, one_row
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import Rig, ints
 
 
 @dataclass

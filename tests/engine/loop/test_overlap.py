@@ -5,8 +5,8 @@ import pytest
 
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
-from tests.support.engine_rig import Rig
-from tests.support.fake_backend import ManualRunner
+from tests.support.engine.engine_rig import Rig
+from tests.support.engine.fake_backend import ManualRunner
 
 EOS = (5, 6, 7, 8, 9, 10)
 

@@ -12,7 +12,7 @@ from common.config import EngineConfig, SchedulerConfig
 from common.requests.timeline import RequestTrace, TimelineEvent
 from engine.loop.step_clock import StepClock
 from node.runtime import drive
-from tests.support import fork_server
+from tests.support.processes import fork_server
 
 BROKEN = "broken"
 

@@ -11,7 +11,7 @@ from common import distribution
 from common.distribution import LiveHistogram
 from engine.batch.batch import ForwardMode, LayerGroup, ScheduleBatch
 from engine.loop.step_clock import PATIENCE, Lateness, StepClock, StepMeter
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 from tests.support.fake_clock import FakeClock
 
 

@@ -10,7 +10,7 @@ from engine.models.linear.choose import AsStoredForm
 from engine.models.linear.code_panels import CodePanelForm, CodePanels
 from engine.models.linear.dense import DenseForm, DenseLinear
 from kernels.quantised import QuantFormat
-from tests.support.devices import CPU, operators_here
+from tests.support.hardware.devices import CPU, operators_here
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # Relative to an output's usual size. Inputs are drawn in the dtype, so only sums and the output are

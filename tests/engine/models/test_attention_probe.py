@@ -10,7 +10,7 @@ from engine.models.transformers_backend import attention
 from engine.models.transformers_backend.plan import UnsupportedModel
 from engine.models.transformers_backend.probe import MaskRange, probe, seen_by
 from kernels.attention.arguments import Scoring
-from tests.support.tiny_models import tiny_config
+from tests.support.models.tiny_models import tiny_config
 
 LAYERS = 4
 

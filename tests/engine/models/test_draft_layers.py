@@ -22,8 +22,9 @@ from engine.batch.batch import TO_GUESS
 from engine.models import load, open_checkpoint
 from engine.models.spec import LoadTarget
 from kernels.sampling.generator import gumbel_noise
-from tests.support.checkpoints import fingerprint, make_checkpoint, reference_model
-from tests.support.drafters import (
+from tests.support.engine.steps import Steps
+from tests.support.models.checkpoints import fingerprint, make_checkpoint, reference_model
+from tests.support.models.drafters import (
     TENSORS,
     make_draft,
     make_eagle,
@@ -31,9 +32,8 @@ from tests.support.drafters import (
     make_hybrid_mtp,
     make_mtp,
 )
-from tests.support.steps import Steps
-from tests.support.tiny_models import make_tiny
-from tests.support.vision import make_vision_checkpoint
+from tests.support.models.tiny_models import make_tiny
+from tests.support.models.vision import make_vision_checkpoint
 
 CPU = torch.device("cpu")
 NUM_DRAFTS = 3

@@ -8,12 +8,12 @@ from engine.models import load, open_checkpoint
 from engine.models.spec import LoadTarget
 from engine.models.stack import InOneCall, LayerByLayer, stack_of
 from engine.ranks import Share
-from tests.support import devices
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.devices import operators_here
-from tests.support.quantised import FORMATS, requantised
-from tests.support.steps import Recorder, Steps
-from tests.support.thread_ranks import run_ranks
+from tests.support.engine.steps import Recorder, Steps
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.hardware import devices
+from tests.support.hardware.devices import operators_here
+from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.models.quantized_checkpoints import FORMATS, requantised
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 WINDOWED = {

@@ -17,15 +17,15 @@ from engine.models.spec import LoadTarget
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
 from kernels.quantised import QuantFormat
-from tests.support import devices as test_devices
-from tests.support.checkpoints import (
+from tests.support.hardware import devices as test_devices
+from tests.support.hardware.devices import operators_here
+from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
     make_checkpoint,
 )
-from tests.support.devices import operators_here
-from tests.support.weights import nbytes
+from tests.support.models.weights import nbytes
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 8, 33, 256)

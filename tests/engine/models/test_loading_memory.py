@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.models import open_checkpoint
 from engine.models.linear import onednn
 from engine.models.spec import LoadTarget
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 
 MOST = 1.15  # of the weights, with the mapped pages of the file
 SLACK_BYTES = 24 << 20  # of a fresh process: memory that torch allocates for its first products

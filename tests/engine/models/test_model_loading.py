@@ -12,8 +12,8 @@ from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from engine.models import load, tokenizer_hash
 from engine.models.families import read_decoder
-from tests.support.checkpoints import END_TOKEN_ID, fingerprint, make_checkpoint, read_spec
-from tests.support.drafters import make_hybrid_mtp
+from tests.support.models.checkpoints import END_TOKEN_ID, fingerprint, make_checkpoint, read_spec
+from tests.support.models.drafters import make_hybrid_mtp
 
 CPU = torch.device("cpu")
 

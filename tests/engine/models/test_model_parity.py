@@ -19,9 +19,11 @@ from transformers import (
 from common.config import LoraConfig
 from engine.models import load
 from engine.models.families import read_decoder
-from tests.support import devices
-from tests.support.adapters import make_adapter, merge
-from tests.support.checkpoints import (
+from tests.support.engine.steps import Recorder, Steps, logits_after, prompt
+from tests.support.hardware import devices
+from tests.support.hardware.devices import CPU, CUDA
+from tests.support.models.adapters import make_adapter, merge
+from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
@@ -31,8 +33,6 @@ from tests.support.checkpoints import (
     reference_model,
     to_transformers_4,
 )
-from tests.support.devices import CPU, CUDA
-from tests.support.steps import Recorder, Steps, logits_after, prompt
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -10,10 +10,10 @@ import torch
 
 from engine.models import Model, load
 from engine.models.linear import onednn
-from tests.support import devices
-from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
-from tests.support.devices import CPU_AND_CUDA
-from tests.support.steps import Recorder, Steps, logits_after
+from tests.support.engine.steps import Recorder, Steps, logits_after
+from tests.support.hardware import devices
+from tests.support.hardware.devices import CPU_AND_CUDA
+from tests.support.models.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")

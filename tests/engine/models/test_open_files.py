@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from common.errors import ConfigError
 from engine.models import load
 from engine.models.checkpoint import SINGLE, Checkpoint, OpenFiles
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 
 
 def open_shards(directory):

@@ -15,7 +15,7 @@ from engine.build import Engine, build
 from engine.loop.loop import EventLoop
 from engine.models import load
 from tests.engine.ranks.scheduler_role import SchedulerRole
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import cpu_config
 
 CHUNK = 32

@@ -7,7 +7,7 @@ import torch
 from engine.models import load
 from engine.models.checkpoint import Checkpoint, OpenFiles
 from engine.models.weights import reader
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 
 
 def test_every_tensor_is_prefetched_before_it_is_read_and_not_all_at_once(tmp_path, monkeypatch):

@@ -20,11 +20,17 @@ from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
 from engine.models.spec import NOT_QUANTISED, LoadTarget
 from engine.models.weights import stored, survey
 from tests.engine.models.test_linear import taken_by
-from tests.support.checkpoints import fingerprint, make_checkpoint
-from tests.support.devices import use
-from tests.support.quantised import FORMATS, INT8, compressed, in_mxfp4, requantised
-from tests.support.steps import logits_after, prompt
-from tests.support.tiny_models import make_tiny
+from tests.support.engine.steps import logits_after, prompt
+from tests.support.hardware.devices import use
+from tests.support.models.checkpoints import fingerprint, make_checkpoint
+from tests.support.models.quantized_checkpoints import (
+    FORMATS,
+    INT8,
+    compressed,
+    in_mxfp4,
+    requantised,
+)
+from tests.support.models.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
 multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")

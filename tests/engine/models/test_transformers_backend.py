@@ -20,9 +20,14 @@ from engine.models.transformers_backend.held import hold
 from engine.models.transformers_backend.skeleton import products
 from tests.engine.models.test_model_precision import logits_of
 from tests.engine.models.test_updated_weights import TOKENS, int8
-from tests.support.checkpoints import fingerprint, greedy_tokens, make_checkpoint, reference_model
-from tests.support.steps import Recorder, Steps, logits_after
-from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
+from tests.support.engine.steps import Recorder, Steps, logits_after
+from tests.support.models.checkpoints import (
+    fingerprint,
+    greedy_tokens,
+    make_checkpoint,
+    reference_model,
+)
+from tests.support.models.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
 
 CPU = torch.device("cpu")
 # A property of each that others do not have.

@@ -22,10 +22,10 @@ from engine.models.transformers_backend.held import WeightHolder
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
 from engine.ranks import WHOLE, Share
-from tests.support import weights
-from tests.support.steps import Recorder, Steps
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_models import make_tiny
+from tests.support.engine.steps import Recorder, Steps
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.models import weights
+from tests.support.models.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
 FOUND = Path(__file__).parents[3] / "docs/generate/architectures.jsonl"

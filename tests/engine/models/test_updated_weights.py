@@ -17,8 +17,8 @@ from engine.ranks import Share
 from engine.ranks.expert_placement import ExpertPlacement
 from engine.update import WeightsInMemory, WeightUpdater
 from tests.engine.models.test_model_precision import logits_of
-from tests.support import devices
-from tests.support.checkpoints import (
+from tests.support.hardware import devices
+from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     HYBRID_ARCHITECTURES,
@@ -26,7 +26,7 @@ from tests.support.checkpoints import (
     VOCABULARY_SIZE,
     make_checkpoint,
 )
-from tests.support.quantised import FORMATS, INT8, requantised
+from tests.support.models.quantized_checkpoints import FORMATS, INT8, requantised
 
 CPU = torch.device("cpu")
 ALL = (*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES)

@@ -29,7 +29,7 @@ from tests.engine.offload.test_host_tier import (
     drawn,
     talking_rig,
 )
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
 
 
 def small(path: Path, **options: object) -> Rig:

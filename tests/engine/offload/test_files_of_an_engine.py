@@ -16,7 +16,7 @@ from engine.batch.holding import PageHolding
 from engine.build import Engine, build
 from engine.kv_cache.pages import PageHolder
 from engine.models.checkpoint import Checkpoint
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.specs import cpu_config
 
 TOKENS = np.arange(5, 69, dtype=np.int32)  # four pages

@@ -15,8 +15,8 @@ from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import Request
 from engine.kv_cache.kv_events import CacheEvents
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine_rig import Rig
-from tests.support.fake_backend import VOCABULARY
+from tests.support.engine.engine_rig import Rig
+from tests.support.engine.fake_backend import VOCABULARY
 
 SIZE = 16
 ENDS = pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 from engine.build import Engine
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.specs import cpu_config, make_request
 
 Make = Callable[[Path], dict[str, Any]]  # makes a model, and returns fields of EngineConfig

@@ -21,7 +21,7 @@ from engine.ranks import torch_group
 from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.shm import memory_bytes
 from engine.ranks.torch_group import TorchGroup
-from tests.support import fork_server
+from tests.support.processes import fork_server
 
 KINDS = ("shm", "gloo")
 PATIENCE_S = 120.0
@@ -37,7 +37,7 @@ class Ranks:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             output = tempfile.TemporaryFile()  # noqa: SIM115
             standard = theirs.fileno(), output.fileno(), 2
-            module = "tests.support.rank_program"
+            module = "tests.support.engine.rank_program"
             with theirs:
                 self.programs.append(
                     fork_server.start(module, [scenario], environment, Path.cwd(), standard)

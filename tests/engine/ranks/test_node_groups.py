@@ -24,12 +24,12 @@ from node.control.operations import EngineOperations
 from node.messages import PrepareWeights, PutWeights, ReleaseMemory, TakeWeights
 from tests.engine.ranks.scheduler_role import EVERY_SAMPLING, config_of, prompt, sampled
 from tests.engine.ranks.test_ranks_as_processes import Serving
-from tests.support.checkpoints import make_checkpoint
-from tests.support.devices import CPU
-from tests.support.group_nodes import GroupNode, running
+from tests.support.engine.group_nodes import GroupNode, running
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.hardware.devices import CPU
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.tiny_models import make_tiny
 from tests.support.specs import make_request
-from tests.support.thread_ranks import run_ranks
-from tests.support.tiny_models import make_tiny
 
 Requests = Sequence[tuple[list[int], SamplingParams]]
 

@@ -22,14 +22,20 @@ from engine.models.vision.seeing import KEPT_BYTES
 from engine.models.weights import placed_experts
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import ExpertPlacement, LayerSlots, balanced
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.devices import CPU, CPU_AND_CUDA
-from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
-from tests.support.quantised import FORMATS, INT8, in_mxfp4, requantised
-from tests.support.steps import Recorder, Steps
-from tests.support.thread_ranks import run_ranks
-from tests.support.vision import make_vision_checkpoint, picture
+from tests.support.engine.steps import Recorder, Steps
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.hardware.devices import CPU, CPU_AND_CUDA
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint, reference_model
+from tests.support.models.drafters import (
+    make_draft,
+    make_eagle,
+    make_eagle3,
+    make_hybrid_mtp,
+    make_mtp,
+)
+from tests.support.models.quantized_checkpoints import FORMATS, INT8, in_mxfp4, requantised
+from tests.support.models.vision import make_vision_checkpoint, picture
 
 VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
 NUM_TOKENS = 69 + 5 + 2 * 2  # of `compute`

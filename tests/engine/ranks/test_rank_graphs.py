@@ -42,11 +42,11 @@ from engine.runner.runner import ModelRunner
 from engine.runner.stream import WorkerStream
 from engine.sizing import NCCL_BYTES, part_of, resolve_shape
 from tests.engine.start.test_footprint import FakeGpu
-from tests.support.checkpoints import make_checkpoint, read_spec
-from tests.support.drafters import make_mtp
-from tests.support.steps import Steps, prompt
-from tests.support.tapes import RepeatRecorder
-from tests.support.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, run_ranks
+from tests.support.engine.steps import Steps, prompt
+from tests.support.engine.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, run_ranks
+from tests.support.hardware.tapes import RepeatRecorder
+from tests.support.models.checkpoints import make_checkpoint, read_spec
+from tests.support.models.drafters import make_mtp
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -48,9 +48,9 @@ from engine.update import WeightsInMemory, WeightSource
 from kernels.cuda.virtual_memory import VirtualMemory
 from tests.engine.ranks.scheduler_role import config_of
 from tests.engine.ranks.test_ranks_as_processes import PATIENCE_S, two_ranks
-from tests.support.checkpoints import make_checkpoint
-from tests.support.devices import CPU
-from tests.support.virtual_memory import HostDriver, host_memory
+from tests.support.hardware.devices import CPU
+from tests.support.hardware.virtual_memory import HostDriver, host_memory
+from tests.support.models.checkpoints import make_checkpoint
 
 
 class Step:
@@ -349,7 +349,7 @@ NO_ADAPTER = DropAdapter(99)  # changes nothing
 
 def test_replies_that_no_job_awaits_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """Seen failing, with the end of the node, if the reply's job is looked up and not found."""
-    followers = Followers(config_of(2, model="none"), "tests.support.repeating_follower")
+    followers = Followers(config_of(2, model="none"), "tests.support.engine.repeating_follower")
     ended = threading.Event()
     try:
         followers.loaded()

@@ -60,12 +60,12 @@ from tests.engine.ranks.scheduler_role import (
     serve_adapters,
     serve_text,
 )
-from tests.support import fork_server
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import make_hybrid_mtp, make_mtp
-from tests.support.measuring_follower import FREE_BYTES
-from tests.support.tiny_models import make_tiny
-from tests.support.vision import SQUARE, make_vision_checkpoint, picture, with_images
+from tests.support.engine.measuring_follower import FREE_BYTES
+from tests.support.models.checkpoints import make_checkpoint, reference_model
+from tests.support.models.drafters import make_hybrid_mtp, make_mtp
+from tests.support.models.tiny_models import make_tiny
+from tests.support.models.vision import SQUARE, make_vision_checkpoint, picture, with_images
+from tests.support.processes import fork_server
 
 FOLLOWER = "node.follower"
 PATIENCE_S = 120.0
@@ -381,7 +381,9 @@ def test_two_gpus_generate_the_tokens_of_one(graphs: bool, tmp_path: Path) -> No
 @pytest.mark.long
 def test_followers_report_their_free_memory_after_steps(tmp_path: Path) -> None:
     config = config_of(2, model=str(make_checkpoint(tmp_path)))
-    with contextlib.closing(Followers(config, "tests.support.measuring_follower")) as followers:
+    with contextlib.closing(
+        Followers(config, "tests.support.engine.measuring_follower")
+    ) as followers:
         followers.loaded()
         half = FREE_BYTES // 2
         assert followers.free_bytes == half

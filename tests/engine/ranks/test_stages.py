@@ -15,10 +15,10 @@ from engine.ranks import Share, Stage
 from engine.runner.forwards import Forwards
 from engine.runner.runner import ModelRunner
 from engine.runner.staged import StagedForwards, StageRehearsal, launch_without_head
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters import make_mtp
-from tests.support.steps import Steps, prompt
-from tests.support.thread_ranks import run_ranks
+from tests.support.engine.steps import Steps, prompt
+from tests.support.engine.thread_ranks import run_ranks
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.drafters import make_mtp
 
 
 class Done:

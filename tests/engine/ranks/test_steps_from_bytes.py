@@ -50,9 +50,9 @@ from tests.engine.ranks.scheduler_role import (
     serve_every_sampling,
     serve_text,
 )
-from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
-from tests.support.tapes import RepeatRecorder
-from tests.support.vision import make_vision_checkpoint, picture, with_images
+from tests.support.hardware.tapes import RepeatRecorder
+from tests.support.models.drafters import make_draft, make_hybrid_mtp, make_mtp
+from tests.support.models.vision import make_vision_checkpoint, picture, with_images
 
 PATIENCE_S = 120.0
 HEADER_BYTES = 1000

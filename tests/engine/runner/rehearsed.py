@@ -29,8 +29,8 @@ from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import FrameKind
 from tests.engine.runner.traffic import Traffic
-from tests.support.device_twin import DeviceTwin
-from tests.support.steps import Steps
+from tests.support.engine.steps import Steps
+from tests.support.hardware.device_twin import DeviceTwin
 from tools.bench.resources.compilation import KernelLaunch, recorded
 
 ARCH = 90

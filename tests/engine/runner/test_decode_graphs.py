@@ -11,9 +11,9 @@ from engine.batch.images import VisibleEmbeddings
 from engine.models import load
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import decode_rehearsal
-from tests.support.checkpoints import make_checkpoint
-from tests.support.steps import GREEDY, Steps, prompt
-from tests.support.tapes import RepeatRecorder
+from tests.support.engine.steps import GREEDY, Steps, prompt
+from tests.support.hardware.tapes import RepeatRecorder
+from tests.support.models.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 PARAMS = [

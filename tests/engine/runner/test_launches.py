@@ -27,8 +27,8 @@ from engine.models.drafting import live_token
 from engine.runner.host_waits import check_capturable
 from engine.runner.rehearsal import padding
 from kernels import device
-from tests.support.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
-from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_mtp
+from tests.support.models.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
+from tests.support.models.drafters import make_draft, make_eagle, make_eagle3, make_mtp
 from tests.support.specs import make_batch
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from engine.batch.batch import NOT_SAMPLED, ForwardMode, LayerGroup, PageCopies,
 from engine.models import Model, load
 from engine.runner.runner import SplitRunner
 from kernels.sampling import sample as sampling
-from tests.support.checkpoints import make_checkpoint
-from tests.support.steps import GREEDY, Scripted, make_all, prompt
+from tests.support.engine.steps import GREEDY, Scripted, make_all, prompt
+from tests.support.models.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 SHARP = SamplingParams(max_tokens=9999, seed=2**63 + 5, temperature=0.9)

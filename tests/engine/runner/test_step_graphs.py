@@ -15,11 +15,11 @@ from engine.batch.graph_shapes import GraphShape
 from engine.models import Model, load
 from engine.runner.graphs import StepGraphs
 from kernels import device
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
-from tests.support.steps import GREEDY, Steps, prompt
-from tests.support.tapes import RepeatRecorder, TapeRecorder
+from tests.support.engine.steps import GREEDY, Steps, prompt
+from tests.support.hardware.tapes import RepeatRecorder, TapeRecorder
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint, reference_model
+from tests.support.models.drafters import make_draft, make_hybrid_mtp, make_mtp
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(

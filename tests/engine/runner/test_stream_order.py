@@ -19,8 +19,8 @@ from engine.runner import forwards as forwards_module
 from kernels import device
 from tests.engine.runner.stream_order import GPU, Operation, StreamOrder, followed
 from tests.engine.runner.traffic import Traffic
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.steps import GREEDY, Steps
+from tests.support.engine.steps import GREEDY, Steps
+from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 
 pytestmark = pytest.mark.skipif(
     not device.INTERPRETED, reason="kernels that Triton compiles cannot be followed"

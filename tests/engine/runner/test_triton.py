@@ -17,9 +17,9 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from kernels import device
 from kernels.attention.expansion import LatentExpansion
-from tests.support import interpreter
-from tests.support.checkpoints import make_checkpoint
-from tests.support.steps import GREEDY, Steps, prompt
+from tests.support.engine.steps import GREEDY, Steps, prompt
+from tests.support.hardware import interpreter
+from tests.support.models.checkpoints import make_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.INTERPRETED:

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import PageCopies
-from tests.support.steps import Steps
+from tests.support.engine.steps import Steps
 
 
 def random_params(rng: random.Random) -> SamplingParams:

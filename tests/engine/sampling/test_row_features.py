@@ -8,8 +8,8 @@ from common.requests.sampling import ReasoningTokens, SamplingParams
 from engine.batch.table import SlotTable
 from engine.sampling.composition import SamplerFeature, SamplingFeatures
 from engine.sampling.feature import FeatureState
+from tests.support.engine.steps import GREEDY, Scripted, make_all
 from tests.support.specs import make_batch, make_request
-from tests.support.steps import GREEDY, Scripted, make_all
 
 LOGITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.95)
 

@@ -11,9 +11,9 @@ from common.request import NOT_PREDICTED
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative import Speculator
-from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import Rig
-from tests.support.fake_backend import VOCABULARY, foretold
+from tests.support.engine.engine_rig import Rig
+from tests.support.engine.fake_backend import VOCABULARY, foretold
+from tests.support.models.drafters import KINDS, speculator
 
 MAX_DRAFTS = 4
 FORETELL = partial(foretold, vocabulary_size=VOCABULARY)

@@ -9,7 +9,7 @@ from engine.batch.batch import ForwardMode
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import Rig, ints
 
 LATER = time.monotonic() + 1e6  # a recent arrival, which has not waited long
 CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}

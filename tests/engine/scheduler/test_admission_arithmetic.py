@@ -4,7 +4,7 @@ import pytest
 
 from engine.scheduler.admission import PrefillAdder
 from engine.scheduler.running import NewTokenRatio, missing_pages, missing_pages_of_one
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine import sizing
 from engine.build import build
 from engine.footprint import largest_forward
-from tests.support.checkpoints import make_checkpoint, read_spec
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
+from tests.support.models.checkpoints import make_checkpoint, read_spec
 
 First = Callable[[int, list[int]], list[int]]
 

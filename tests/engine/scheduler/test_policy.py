@@ -13,7 +13,7 @@ from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.arrivals import PolicyName, PriorityQueue, SchedulePolicy
 from tests.engine.kv_cache.test_prefix_cache import Books
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
 from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 

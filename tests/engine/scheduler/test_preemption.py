@@ -6,7 +6,7 @@ from common.queueing import STEP_S
 from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.next_rows import MAX_PREEMPTIONS
-from tests.support.engine_rig import Rig
+from tests.support.engine.engine_rig import Rig
 
 BY = 10
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

@@ -9,7 +9,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import Rig, ints
 
 EOS = (5, 6, 7, 8, 9, 10)
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

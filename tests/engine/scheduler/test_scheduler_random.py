@@ -10,9 +10,9 @@ import pytest
 
 from common.requests.namespace import namespace_of
 from engine.batch.request import Request
-from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import Rig
-from tests.support.fake_backend import VOCABULARY, foretold
+from tests.support.engine.engine_rig import Rig
+from tests.support.engine.fake_backend import VOCABULARY, foretold
+from tests.support.models.drafters import KINDS, speculator
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from common.errors import ConfigError
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
 from engine.load import check_features, load
-from tests.support.checkpoints import make_checkpoint
-from tests.support.engine_rig import NUM_LAYERS, Rig
-from tests.support.fake_backend import VOCABULARY
+from tests.support.engine.engine_rig import NUM_LAYERS, Rig
+from tests.support.engine.fake_backend import VOCABULARY
+from tests.support.models.checkpoints import make_checkpoint
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 PROMPT = [i % VOCABULARY for i in range(64)]

@@ -7,7 +7,7 @@ import pytest
 from common.config import CacheConfig, EngineConfig, OffloadConfig
 from common.errors import ConfigError
 from engine.build import build
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 from tests.support.specs import cpu_config
 
 

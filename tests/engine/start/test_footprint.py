@@ -21,7 +21,7 @@ from engine.footprint import (
     measure_footprint,
 )
 from engine.sizing import free_bytes, resolve_shape
-from tests.support.checkpoints import make_checkpoint, read_spec
+from tests.support.models.checkpoints import make_checkpoint, read_spec
 
 CUDA = torch.device("cuda", 0)
 MIB, GIB = 1 << 20, 1 << 30

@@ -27,7 +27,7 @@ from engine.runner.gpu import use_gpu
 from engine.sizing import resolve_device, resolve_shape
 from kernels import early_launch
 from node import engine_main as node_engine
-from tests.support.checkpoints import make_checkpoint, read_spec
+from tests.support.models.checkpoints import make_checkpoint, read_spec
 
 CUDA = torch.device("cuda", 0)
 LAYOUT = KVLayout.of((PagedKV(1, 8),) * 2, 16, torch.bfloat16)

@@ -30,11 +30,11 @@ from kernels.cpu.memory import empty_in_huge_pages, release_memory, take
 from tests.engine.models.test_model_precision import logits_of
 from tests.engine.models.test_updated_weights import CPU, SOME, TOKENS, int8
 from tests.engine.runner.test_pools import LAYOUT
-from tests.support import fork_server
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters import make_eagle
-from tests.support.virtual_memory import GARBAGE, UNIT, host_memory
-from tests.support.vision import make_vision_checkpoint, picture
+from tests.support.hardware.virtual_memory import GARBAGE, UNIT, host_memory
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.drafters import make_eagle
+from tests.support.models.vision import make_vision_checkpoint, picture
+from tests.support.processes import fork_server
 
 MIB = 1 << 20
 

@@ -17,11 +17,11 @@ from engine.models.spec import ModelSpec
 from kernels.backends import chosen
 from kernels.backends.fla import FlashLinearAttention
 from kernels.backends.flashinfer import FlashInfer
-from tests.support import optional_packages
-from tests.support.checkpoints import make_checkpoint
-from tests.support.devices import CPU, CUDA
-from tests.support.steps import Recorder, Steps, prompt
-from tests.support.tiny_models import make_tiny
+from tests.support.engine.steps import Recorder, Steps, prompt
+from tests.support.hardware import optional_packages
+from tests.support.hardware.devices import CPU, CUDA
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.tiny_models import make_tiny
 
 KINDS = {
     "qwen3": {"Extend", "Decode"},

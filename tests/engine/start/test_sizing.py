@@ -8,7 +8,7 @@ import torch
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from engine.sizing import container_bytes, free_bytes, kept_in, resolve_device, resolve_shape
-from tests.support.checkpoints import make_checkpoint, read_spec
+from tests.support.models.checkpoints import make_checkpoint, read_spec
 
 
 def shape(tmp_path, *, free, **cache):

@@ -11,8 +11,8 @@ from common.errors import EngineFault, LayoutMismatch, TransferError
 from kvtransfer.backends.base import PagePool, PoolRegion, ReadMap, ReadRefused
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.tcp import connection as tcp_connection
-from tests.support.data_children import CANARY, Memory, scattered
-from tests.support.data_ends import wait_for
+from tests.support.network.data_children import CANARY, Memory, scattered
+from tests.support.network.data_ends import wait_for
 
 NUM_PAGES, PAGE_BYTES = 96, 16384
 AT_ONCE_S = 60.0  # on a busy machine

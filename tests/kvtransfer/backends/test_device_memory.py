@@ -16,9 +16,9 @@ from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.producer import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import REPLY, REQUEST
-from tests.support.data_children import CANARY, CONSUMER, Memory, content, scattered
-from tests.support.data_ends import introduced, wait_for
-from tests.support.device_twin import DeviceTwin
+from tests.support.hardware.device_twin import DeviceTwin
+from tests.support.network.data_children import CANARY, CONSUMER, Memory, content, scattered
+from tests.support.network.data_ends import introduced, wait_for
 
 NUM_PAGES, PAGE_BYTES = 600, 16384  # several requests for all of them
 ALL = np.arange(NUM_PAGES, dtype=np.int32)

@@ -10,9 +10,9 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.backends.base import TransferBackend
-from tests.support.data_children import Child, Memory, make_backend, scattered
-from tests.support.data_ends import Ends, FarConsumer, FarProducer, closing, wait_for
-from tests.support.isolation import left_behind
+from tests.support.network.data_children import Child, Memory, make_backend, scattered
+from tests.support.network.data_ends import Ends, FarConsumer, FarProducer, closing, wait_for
+from tests.support.runner.isolation import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
 NUM_SPARES = 5  # started ahead

@@ -14,8 +14,8 @@ from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import BackendConnection
 from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
-from tests.support.data_children import CANARY, Memory, scattered
-from tests.support.data_ends import FarProducer, closing, wait_for
+from tests.support.network.data_children import CANARY, Memory, scattered
+from tests.support.network.data_ends import FarProducer, closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 

@@ -20,8 +20,8 @@ from kvtransfer.backends.nixl.agent import NixlAgent, NixlDescription, NixlHostM
 from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlBackend, NixlProducer
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence
-from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered
-from tests.support.data_ends import closing, wait_for
+from tests.support.network.data_children import KEYED, KeyedNixl, Memory, scattered
+from tests.support.network.data_ends import closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 

@@ -25,9 +25,9 @@ from kvtransfer.backends.nixl.agent import (
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import HOST, PATHS, NixlTransports
 from kvtransfer.backends.path_proof import SameHost
-from tests.support.data_children import CONSUMER, SOCKETS, Memory, TwoPathNixl, scattered
-from tests.support.data_ends import FarProducer
-from tests.support.sockets import sockets_of
+from tests.support.network.data_children import CONSUMER, SOCKETS, Memory, TwoPathNixl, scattered
+from tests.support.network.data_ends import FarProducer
+from tests.support.network.sockets import sockets_of
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 

@@ -16,8 +16,8 @@ from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.paths import PageChecksums
-from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
-from tests.support.data_ends import closing, wait_for
+from tests.support.network.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
+from tests.support.network.data_ends import closing, wait_for
 
 pytestmark = pytest.mark.gpu
 

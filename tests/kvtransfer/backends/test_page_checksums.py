@@ -7,8 +7,8 @@ from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer import device_page_bytes
 from kvtransfer.transfer.device_page_bytes import DevicePageBytes, page_bytes_of
 from kvtransfer.transfer.paths import PageChecksums
-from tests.support.data_children import Memory, content
-from tests.support.device_twin import DeviceTwin
+from tests.support.hardware.device_twin import DeviceTwin
+from tests.support.network.data_children import Memory, content
 
 PAGE_BYTES, NUM_PAGES = 256, 64
 

@@ -31,10 +31,10 @@ from kvtransfer.transfer.link import (
     LinkEvent,
     LinkUp,
 )
-from tests.support.cluster import free_ports
-from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
-from tests.support.data_ends import changed, introduced, introduction, wait_for
-from tests.support.loopback import LoopbackBackend
+from tests.support.network.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
+from tests.support.network.data_ends import changed, introduced, introduction, wait_for
+from tests.support.network.loopback import LoopbackBackend
+from tests.support.processes.cluster import free_ports
 
 MOST = 80  # connections of one consumer
 NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them

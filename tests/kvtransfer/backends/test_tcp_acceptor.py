@@ -17,8 +17,8 @@ from common.errors import TransferError
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.producer import TcpAcceptor, TcpProducer
 from kvtransfer.backends.tcp.wire import INTRODUCTION, TcpDescription
-from tests.support.data_children import CONSUMER, Memory
-from tests.support.data_ends import wait_for
+from tests.support.network.data_children import CONSUMER, Memory
+from tests.support.network.data_ends import wait_for
 
 PAGE_BYTES = 4096
 ALL = np.arange(8, dtype=np.int32)

@@ -21,8 +21,8 @@ from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.tls import consumer_channel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, REQUEST, TcpDescription
 from kvtransfer.data_paths import backends
-from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend
-from tests.support.data_ends import Ends, FarProducer, changed, introduced
+from tests.support.network.data_children import CANARY, CONSUMER, Memory, make_backend
+from tests.support.network.data_ends import Ends, FarProducer, changed, introduced
 
 PAGE_BYTES = 4096
 WHOLE = PageCut(0, 16384)  # of the pages of `Memory` here

@@ -13,7 +13,7 @@ from engine.models.linear import onednn
 from kvtransfer.backends.base import PoolRegion
 from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, compare, lasts
 from kvtransfer.pairs.dialer import MAX_PRODUCERS, REMEMBERED_S, NamedProducers
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 
 OURS = PairHello(
     instance=1,

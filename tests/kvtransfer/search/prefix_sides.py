@@ -46,7 +46,7 @@ from tests.kvtransfer.search.sides import (
     require,
 )
 from tests.kvtransfer.search.world import Simulation
-from tests.support.lifo_pages import LifoFreeList
+from tests.support.engine.lifo_pages import LifoFreeList
 
 OTHERS = "others"  # written by any new owner of a page
 

@@ -9,7 +9,7 @@ from common.request import PrefixHint
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
 from tests.pair.rig import ALWAYS_SHARES, Node, PairRig, Size, prompt
-from tests.support.engine_rig import ints
+from tests.support.engine.engine_rig import ints
 
 ROOM = Size(num_pages=1024)
 LONG = 150

@@ -24,9 +24,9 @@ from tests.pair.cache.test_sleep_mode import ALL, released, taken_again
 from tests.pair.models.test_weight_updates import MANY, PROMPT, ask, greedy, pause, shelf
 from tests.pair.operations.test_pauses import call_node, computes_nothing, one_runs, resumed
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.devices import use
-from tests.support.loopback import LoopbackBackend, LoopbackConnection
-from tests.support.virtual_memory import host_memory
+from tests.support.hardware.devices import use
+from tests.support.hardware.virtual_memory import host_memory
+from tests.support.network.loopback import LoopbackBackend, LoopbackConnection
 
 __all__ = ["greedy", "shelf"]  # fixtures
 

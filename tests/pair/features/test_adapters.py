@@ -9,8 +9,8 @@ from common.config import LoraConfig
 from kvtransfer.messages import HandoffFailed, OpenHandoff
 from node.messages import LoadAdapter, UnloadAdapter
 from tests.pair.rig import PairRig, Size
-from tests.support.adapters import make_adapter, merge
-from tests.support.checkpoints import (
+from tests.support.models.adapters import make_adapter, merge
+from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     HYBRID_ARCHITECTURES,

@@ -17,9 +17,9 @@ from engine.grammar import matching
 from engine.grammar.matching import Match
 from engine.speculative import DraftPolicy, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters import make_draft, make_eagle, make_mtp, recall, speculator
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.drafters import make_draft, make_eagle, make_mtp, recall, speculator
 
 NUM_TOKENS = 66
 NUM_DRAFTS = 4

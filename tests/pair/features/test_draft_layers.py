@@ -18,8 +18,8 @@ from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
 from engine.speculative import DraftPolicy, HeadDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size, prompt, random_prompts
-from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.drafters import (
+from tests.support.models.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.models.drafters import (
     make_draft,
     make_eagle,
     make_eagle3,

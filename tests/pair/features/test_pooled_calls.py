@@ -12,7 +12,7 @@ from common.requests.pooling import PoolingMode, PoolingParams
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
 from node.messages import AbortRequests, CancelPooling, DrainNode, PoolingDone, SubmitPooling
 from tests.pair.rig import Node, PairRig, Size
-from tests.support.checkpoints import VOCABULARY_SIZE
+from tests.support.models.checkpoints import VOCABULARY_SIZE
 
 LAST = PoolingParams(PoolingMode.LAST)
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 40, 130)]

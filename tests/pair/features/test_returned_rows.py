@@ -18,7 +18,7 @@ from kvtransfer.pairs import codec
 from node import request_state
 from tests.pair.features.test_speculation import _guessing
 from tests.pair.rig import Loaded, PairRig, Size, random_prompts
-from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.models.checkpoints import make_checkpoint, reference_model
 
 NUM_TOKENS = 10
 TOLERANCE = 1e-4

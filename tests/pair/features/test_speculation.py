@@ -13,7 +13,7 @@ from engine.batch.request import FinishReason
 from engine.speculative import DraftPolicy, NgramDrafter, Speculator
 from tests.pair.conftest import Known
 from tests.pair.rig import Asked, PairRig, Size, random_prompts
-from tests.support.drafters import KINDS, recall, speculator
+from tests.support.models.drafters import KINDS, recall, speculator
 
 NUM_TOKENS = 40
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}

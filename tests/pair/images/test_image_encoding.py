@@ -12,7 +12,7 @@ from engine.models.vision import encoder_thread
 from tests.pair.images import vision
 from tests.pair.images.vision import VisionModel, rig_of, seen
 from tests.pair.rig import Size
-from tests.support.vision import (
+from tests.support.models.vision import (
     picture,
 )
 

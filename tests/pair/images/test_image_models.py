@@ -20,12 +20,12 @@ from engine.speculative import DraftPolicy, HeadDrafter, Speculator
 from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
 from tests.pair.models.test_split_prefill import SplitRig
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support import devices
-from tests.support.devices import CPU
-from tests.support.drafters import TENSORS, make_followed_vision
-from tests.support.quantised import FORMATS, requantised
-from tests.support.steps import logits_after
-from tests.support.vision import (
+from tests.support.engine.steps import logits_after
+from tests.support.hardware import devices
+from tests.support.hardware.devices import CPU
+from tests.support.models.drafters import TENSORS, make_followed_vision
+from tests.support.models.quantized_checkpoints import FORMATS, requantised
+from tests.support.models.vision import (
     PATCH,
     SQUARE,
     greedy_vision_tokens,

@@ -26,8 +26,8 @@ from tests.pair.images.vision import NUM_TOKENS, VisionModel, ask, rig_of, seen
 from tests.pair.models.test_weight_updates import pause, put
 from tests.pair.operations.test_pauses import call_node, resumed
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.drafters import recall, speculator
-from tests.support.vision import (
+from tests.support.models.drafters import recall, speculator
+from tests.support.models.vision import (
     greedy_vision_tokens,
     make_vision_checkpoint,
     picture,

@@ -13,9 +13,9 @@ from engine.batch.images import AXES, positions_of, shift_of
 from engine.models import load
 from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.devices import CPU
-from tests.support.steps import logits_after
-from tests.support.vision import (
+from tests.support.engine.steps import logits_after
+from tests.support.hardware.devices import CPU
+from tests.support.models.vision import (
     SQUARE,
     clip,
     make_vision_checkpoint,

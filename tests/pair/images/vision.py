@@ -6,7 +6,7 @@ from typing import Any
 
 from common.requests.images import Image
 from tests.pair.rig import Asked, Loaded, Node, PairRig, Size
-from tests.support.vision import (
+from tests.support.models.vision import (
     Clip,
     greedy_vision_tokens,
     make_vision_checkpoint,

@@ -8,9 +8,9 @@ import torch
 from engine.kv_cache.states import RecurrentState
 from engine.models import load
 from tests.pair.rig import Loaded, PairRig, Size, prompt
-from tests.support.checkpoints import make_checkpoint
-from tests.support.devices import CPU, use
-from tests.support.drafters import recall, speculator
+from tests.support.hardware.devices import CPU, use
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.drafters import recall, speculator
 
 PAGE_SIZE = 16
 PROMPT = prompt(3 * PAGE_SIZE + 5, 3)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.pair.conftest import Known
 from tests.pair.rig import Loaded, PairRig, Size, prompt
-from tests.support.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
 
 LONG = 150
 NUM_TOKENS = 20

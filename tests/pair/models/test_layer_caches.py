@@ -7,7 +7,7 @@ import pytest
 
 from kvtransfer.messages import PagesReady
 from tests.pair.rig import PairRig, Size, prompt
-from tests.support.checkpoints import LATENT_ARCHITECTURES
+from tests.support.models.checkpoints import LATENT_ARCHITECTURES
 
 LONG = 150
 ROOM = Size(num_pages=128)

@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.messages import PagesReady
 from tests.pair.rig import PairRig, Size
-from tests.support.checkpoints import (
+from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     confirmed_tokens,

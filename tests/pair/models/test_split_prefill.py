@@ -10,8 +10,8 @@ from engine.batch.request import FinishReason
 from tests.pair.models.test_weight_updates import pause, put
 from tests.pair.operations.test_pauses import paused, resumed
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.adapters import make_adapter, merge
-from tests.support.checkpoints import (
+from tests.support.models.adapters import make_adapter, merge
+from tests.support.models.checkpoints import (
     NATIVE_ARCHITECTURES,
     greedy_tokens,
     make_checkpoint,

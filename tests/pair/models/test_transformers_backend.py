@@ -7,8 +7,8 @@ import pytest
 
 from engine.kv_cache.layout import KVLayout
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.checkpoints import greedy_tokens, reference_model
-from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
+from tests.support.models.checkpoints import greedy_tokens, reference_model
+from tests.support.models.tiny_models import VOCABULARY_SIZE, make_tiny
 
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64

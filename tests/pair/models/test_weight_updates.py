@@ -8,7 +8,7 @@ from kvtransfer.messages import OpenHandoff
 from node.messages import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
 from tests.pair.operations.test_pauses import call_node, one_runs, resumed
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.models.checkpoints import greedy_tokens, make_checkpoint, reference_model
 
 PROMPT = list(range(5, 75))
 MANY = 30  # tokens

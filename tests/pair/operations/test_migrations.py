@@ -15,7 +15,7 @@ from kvtransfer.messages import GrantHandoff, PagesReady
 from node.messages import DrainNode, MigrateFrom
 from tests.pair.conftest import Known
 from tests.pair.rig import PATIENT, Asked, PairRig, Size
-from tests.support.drafters import recall, speculator
+from tests.support.models.drafters import recall, speculator
 
 PROMPT = tuple(range(5, 45))
 TWO = (Size(), Size())

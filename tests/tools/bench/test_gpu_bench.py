@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kernels.backends.package import Package
-from tests.support import optional_packages
-from tests.support.programs import runs
+from tests.support.hardware import optional_packages
+from tests.support.processes.programs import runs
 from tools.bench.gpu import goals
 from tools.bench.gpu.operation import Op, difference, measure_ops, measure_package
 from tools.bench.gpu.parts import PARTS, attention, kernels

@@ -13,7 +13,7 @@ from kernels import device
 from kernels.experts import grouped_mlp
 from kernels.layers import linear, quantised_linear
 from kernels.layers.quantised_linear import ProductTile
-from tests.support import interpreter
+from tests.support.hardware import interpreter
 from tools.bench.gpu.operations import equal_rows
 from tools.bench.gpu.parts import bits
 from tools.bench.gpu.process import guarded

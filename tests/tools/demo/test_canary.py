@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from cli.demo import DIRECTORY
-from tests.support.cluster import RIGS, Answer, Cluster, Rig
+from tests.support.processes.cluster import RIGS, Answer, Cluster, Rig
 from tools.demo import structured
 from tools.demo.evaluate import word_recall
 from tools.demo.tasks import Exchange

@@ -11,8 +11,8 @@ from cli.demo import DIRECTORY
 from engine.models import Model, load
 from engine.models.linear import onednn
 from kernels import device
-from tests.support.devices import operators_here
-from tests.support.steps import Steps
+from tests.support.engine.steps import Steps
+from tests.support.hardware.devices import operators_here
 from tools.demo.evaluate import CASES, Case
 from tools.demo.rows import RowEncoder
 from tools.demo.tasks import Exchange

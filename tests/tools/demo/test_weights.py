@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.demo import DIRECTORY
 from engine.models import load
-from tests.support.checkpoints import reference_model
-from tests.support.steps import Steps
+from tests.support.engine.steps import Steps
+from tests.support.models.checkpoints import reference_model
 from tools.demo import evaluate
 
 ROOT = Path(__file__).resolve().parents[3]

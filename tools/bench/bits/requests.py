@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from protos.sampling_pb2 import Guide, Logprobs
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 ADAPTER = "adapter"
 _TOKENS = range(1, 250)  # bytes that are not marks of the tests' models

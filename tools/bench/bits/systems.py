@@ -13,10 +13,10 @@ from typing import Any
 import grpc.aio
 from transformers import AutoModelForCausalLM
 
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
-from tests.support.cluster import Cluster, Node, slowed
-from tests.support.drafters import make_eagle, make_hybrid_mtp, make_mtp
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
+from tests.support.models.drafters import make_eagle, make_hybrid_mtp, make_mtp
+from tests.support.processes.cluster import Cluster, Node, slowed
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import ADAPTER, ComparedRequest, ComparedResponse, respond
 

@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 from common.config import Quantize
-from tests.support.checkpoints import VOCABULARY_SIZE
+from tests.support.models.checkpoints import VOCABULARY_SIZE
 from tools.bench.cpu import floor as cpu_floor
 from tools.bench.cpu import in_process
 from tools.bench.cpu.figures import (

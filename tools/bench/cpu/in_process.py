@@ -24,7 +24,7 @@ from kernels.linear_attention.causal_conv import causal_conv, causal_conv_refere
 from kernels.linear_attention.delta_rule import Gates, delta_rule, delta_rule_reference
 from kernels.linear_attention.gated_norm import gated_rms_norm, gated_rms_norm_reference
 from kernels.linear_attention.state_cells import CellView, StateRows
-from tests.support.steps import Steps, prompt
+from tests.support.engine.steps import Steps, prompt
 
 _TRIES = 3
 

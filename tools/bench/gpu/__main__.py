@@ -39,7 +39,7 @@ def main() -> None:
     options = _options()
     if options.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # must be set before the first kernel is defined
-        importlib.import_module("tests.support.interpreter").patch_language_once()
+        importlib.import_module("tests.support.hardware.interpreter").patch_language_once()
     importlib.import_module("torch")  # loaded once, before any process is forked
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import uvloop
 
 from bench.traffic.workload import WorkloadRequest
 from common.config import CacheConfig, EngineConfig, TransferConfig
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tools.bench.handoff.watcher import Watched, watching
 from tools.bench.support.load import Answer, Client, make_jobs
 from tools.bench.support.record import percentiles, say, show

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvtransfer.backends.base import Ints, PagePool, PoolRegion
 from kvtransfer.backends.nixl.agent import load
 from kvtransfer.backends.nixl.paths import HOST
-from tests.support.data_children import Child, Memory, content, make_backend, scattered
+from tests.support.network.data_children import Child, Memory, content, make_backend, scattered
 from tools.bench.support.record import say, table
 from tools.bench.support.systems import cpu_seconds_of
 

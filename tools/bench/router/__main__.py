@@ -33,7 +33,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tests.api.models import byte_level_tokenizer
-from tests.support.cluster import children_of
+from tests.support.processes.cluster import children_of
 from tools.bench.router import peers
 from tools.bench.router.clients import MODEL, SENTENCE, Load
 from tools.bench.support.record import ROOT, emit, parsed, say, show

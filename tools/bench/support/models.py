@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.quantised import awq, requantised
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.quantized_checkpoints import awq, requantised
 from tools.bench.support.record import say
 
 TINY: dict[str, Any] = {  # as large as the demo model: 3.5 MB of weights

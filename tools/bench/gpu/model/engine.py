@@ -33,7 +33,7 @@ from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sampling.composition import every_feature
 from engine.scheduler.results import StepOutcome
 from engine.scheduler.scheduler import Scheduler
-from tests.support.tapes import RepeatRecorder
+from tests.support.hardware.tapes import RepeatRecorder
 from tools.bench.gpu.setting import Setting
 
 PAGE_SIZE = 16

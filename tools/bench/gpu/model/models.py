@@ -104,7 +104,7 @@ def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
     """Write config, random weights and a tokenizer in transformers' format. Returns `directory`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.support.checkpoints import make_tokenizer
+    from tests.support.models.checkpoints import make_tokenizer
 
     config = AutoConfig.for_model(**CONFIGS[name])
     with torch.device(device), torch.no_grad():

@@ -1,6 +1,6 @@
 """A follower that sends unexpected replies before and after the reply to each job.
 
-`python -m tests.support.repeating_follower DESCRIPTOR`
+`python -m tests.support.engine.repeating_follower DESCRIPTOR`
 """
 
 import os

@@ -1,6 +1,6 @@
 """Signatures of optional packages, recorded from a release. Fakes check their arguments by them.
 
-`python -m tests.support.recorded` writes the files again. It needs the packages.
+`python -m tests.support.hardware.recorded` writes the files again. It needs the packages.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 from kernels.backends import fla, flashinfer
 from kernels.backends.package import Package
 
-DIRECTORY = Path(__file__).parents[1] / "kernels/recorded"
+DIRECTORY = Path(__file__).parents[2] / "kernels/recorded"
 FLASHINFER = (
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper.plan",

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster import free_ports, free_row
-from tests.support.programs import Program
+from tests.support.processes.cluster import free_ports, free_row
+from tests.support.processes.programs import Program
 
 WAIT_S = 180.0
 MOST_DECODE = 4  # decode nodes, whose ports are consecutive

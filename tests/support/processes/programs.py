@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support import fork_server
-from tests.support.isolation import ROOT as ROOT
+from tests.support.processes import fork_server
+from tests.support.runner.isolation import ROOT as ROOT
 
 WAIT_S = 180.0  # an engine's start takes seconds of a shared core
 

@@ -11,8 +11,8 @@ forked if the engine runs in the calling process (`for_followers`). `baton up`, 
 router with several processes fork a server of their own, which starts their processes. All other
 commands and processes are started by exec.
 
-`python -m tests.support.fork_server DESCRIPTOR` is the server. A worker of `--workers` forks its
-server from itself, because it has imported everything already.
+`python -m tests.support.processes.fork_server DESCRIPTOR` is the server. A worker of `--workers`
+forks its server from itself, because it has imported everything already.
 """
 
 import atexit
@@ -47,13 +47,13 @@ from common.process.leash import follow_parent
 _ENGINES = {
     "prefill_node": "node.engine_main",
     "decode_node": "node.engine_main",
-    "tests.support.stub_node": "tests.support.stub_engine",
+    "tests.support.processes.stub_node": "tests.support.engine.stub_engine",
 }
 _FOLLOWER = "node.follower"
 _ROUTER_PROCESS = "api.program.serving"
 PROGRAMS = {"cli.up", "router", _ROUTER_PROCESS, _FOLLOWER, *_ENGINES}
 _PASSED_FILES = {_FOLLOWER, _ROUTER_PROCESS}  # the programs that may inherit further files
-_MODULE = "tests.support.fork_server"  # whose name is another one in a server
+_MODULE = "tests.support.processes.fork_server"  # whose name is another one in a server
 _NAME = "fork server"  # of the process of a server
 # Variables that an interpreter or a library reads when it is loaded: each combination needs its own
 # server. A server has not loaded UCX, and engines of tests set HF_DEACTIVATE_ASYNC_LOAD.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CACHES = ROOT / "build" / "test-caches"
 NO_HOME = Path(__file__).with_name("no_home")  # a file: no path below it can be opened or made
 WRONG_SECRET = "the-secret-of-another-system-which-no-test-may-show"

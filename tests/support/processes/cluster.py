@@ -60,11 +60,12 @@ from protos.router_pb2 import (
 )
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import fork_server, workers
-from tests.support.certificates import flags as tls_flags
-from tests.support.http_client import get
-from tests.support.island import Island
-from tests.support.programs import ROOT, runs
+from tests.support.network.certificates import flags as tls_flags
+from tests.support.network.http_client import get
+from tests.support.network.island import Island
+from tests.support.processes import fork_server
+from tests.support.processes.programs import ROOT, runs
+from tests.support.runner import workers
 
 START_S = 180.0
 STOP_S = 120.0
@@ -75,8 +76,8 @@ NUM_PAGES = 512
 # No process counts as silent, however slow the test machine makes its heartbeats.
 PATIENT_NODE = ("--transfer.max-missed-heartbeats=600", "--engine-heartbeat-timeout-s=600")
 PATIENT_ROUTER = ("--suspect-after-s=600", "--dead-after-s=600")
-# Environment of a cluster whose engines tests/support/poisoned changes.
-POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
+# Environment of a cluster whose engines tests/support/processes/poisoned changes.
+POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/processes/poisoned'}{os.pathsep}{ROOT}"}
 
 
 @functools.cache

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     sys.exit(
         run_node(
             RoleProgram("decode", config, parts, "colocated"),
-            spawn=partial(EngineProcess, "tests.support.stub_engine"),
+            spawn=partial(EngineProcess, "tests.support.engine.stub_engine"),
             other=other,
         )
     )

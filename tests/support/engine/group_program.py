@@ -1,7 +1,7 @@
 """One node of a test's data-parallel group, as a separate process.
 
-`python -m tests.support.group_program DIRECTORY RANK SIZE TIMEOUT_S` joins, prints "joined", and
-begins a step for each line of stdin: "work" or "drain". It prints the error that ends it, or
+`python -m tests.support.engine.group_program DIRECTORY RANK SIZE TIMEOUT_S` joins, prints "joined",
+and begins a step for each line of stdin: "work" or "drain". It prints the error that ends it, or
 "drained". After one more line it prints whether it still detects the end of others.
 """
 

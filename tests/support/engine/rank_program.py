@@ -1,7 +1,7 @@
 """One rank of a test of collectives, as a separate process.
 
-`python -m tests.support.rank_program SCENARIO` receives its place as JSON, and its descriptors,
-over the socket that is its stdin. It prints the scenario's result as JSON.
+`python -m tests.support.engine.rank_program SCENARIO` receives its place as JSON, and its
+descriptors, over the socket that is its stdin. It prints the scenario's result as JSON.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ from kvtransfer.backends.nixl.paths import PATHS, NixlTransports, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.staging import StagedMemory
-from tests.support.device_twin import DeviceTwin
+from tests.support.hardware.device_twin import DeviceTwin
 
 _FLAGS = {"ipc": 0x08000000, "pid": 0x20000000}  # CLONE_NEWIPC, CLONE_NEWPID
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
@@ -112,7 +112,9 @@ class CudaPages:
     __hash__ = None  # type: ignore[assignment]
 
 
-_context.set_forkserver_preload(["tests.support.data_children", "tests.support.preload_nixl"])
+_context.set_forkserver_preload(
+    ["tests.support.network.data_children", "tests.support.processes.preload_nixl"]
+)
 
 
 class StagedTcp(TcpBackend):

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
+from tests.support.models.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
 
 CONTEXT = 512
 WINDOW = 24  # tokens of windows, and of attention by chunks

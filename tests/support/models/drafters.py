@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.batch.batch import Ints
 from engine.speculative import DraftPolicy, Speculator
-from tests.support.checkpoints import make_checkpoint
-from tests.support.vision import make_vision_checkpoint
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.vision import make_vision_checkpoint
 
 Foretell = Callable[[list[int], int], list[int]]  # returns the next `count` tokens after these
 KINDS = ("right", "wrong", "random")

@@ -32,7 +32,7 @@ from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.scheduler.split_prefill import GroupLimits
 from engine.speculative import Speculator
 from kvtransfer.messages import HandoffId
-from tests.support.fake_backend import (
+from tests.support.engine.fake_backend import (
     VOCABULARY,
     FakeBackend,
     FakeRunner,
@@ -40,8 +40,8 @@ from tests.support.fake_backend import (
     next_token,
     state_of,
 )
+from tests.support.engine.lifo_pages import LifoFreeList
 from tests.support.fake_clock import FakeClock
-from tests.support.lifo_pages import LifoFreeList
 from tests.support.specs import make_request
 
 NUM_LAYERS = 8

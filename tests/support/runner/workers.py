@@ -20,7 +20,7 @@ from _pytest.capture import CaptureManager
 from _pytest.terminal import TerminalReporter
 
 from common.process.leash import follow_parent
-from tests.support import fork_server
+from tests.support.processes import fork_server
 
 _number = 0  # number of this worker. A replacement has the same number
 

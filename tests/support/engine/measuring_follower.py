@@ -1,6 +1,6 @@
 """A follower on a CPU that reports memory measurements like a GPU's, with made-up values.
 
-`python -m tests.support.measuring_follower DESCRIPTOR,...`
+`python -m tests.support.engine.measuring_follower DESCRIPTOR,...`
 """
 
 import sys

@@ -23,7 +23,7 @@ from kvtransfer.backends.base import (
 )
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, TcpDescription, TcpProofs
-from tests.support.data_children import (
+from tests.support.network.data_children import (
     CONSUMER,
     REPLY_S,
     Child,

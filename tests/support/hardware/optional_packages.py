@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.recorded import Recorded
+from tests.support.hardware.recorded import Recorded
 
 FLASHINFER, FLA = Recorded("flashinfer"), Recorded("fla")
 LAYOUT = "HND"

@@ -25,7 +25,7 @@ from transformers import (
 
 from common.model_directory import VisionFiles, vision_files
 from common.requests.images import Image
-from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
+from tests.support.models.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
 
 BEGIN, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 VIDEO_PAD = "<|video_pad|>"

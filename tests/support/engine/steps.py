@@ -37,7 +37,7 @@ from engine.runner.runner import LaunchedStep
 from engine.runner.stream import made_on
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape, part_of
-from tests.support.checkpoints import VOCABULARY_SIZE
+from tests.support.models.checkpoints import VOCABULARY_SIZE
 from tests.support.specs import make_request
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)

@@ -10,7 +10,7 @@ import numpy as np
 from common import rpc
 from common.errors import ServingError
 from protos import pooling_pb2, pooling_pb2_grpc
-from tests.support.stub_decode_node import StubNode
+from tests.support.processes.stub_decode_node import StubNode
 
 Vector = Callable[[list[int]], list[float]]
 

@@ -1,6 +1,6 @@
 """Stub nodes: real gRPC servers of `DecodeNode` and `Node` whose responses a test decides.
 
-    python -m tests.support.stub_decode_node --port 50200 --tokens 64 --step-s 0.02
+    python -m tests.support.processes.stub_decode_node --port 50200 --tokens 64 --step-s 0.02
 
 runs a stub that responds on its own, with one token per live request and step, to measure a router.
 """
