@@ -43,6 +43,8 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
 PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 2048, 256, 4
 POOL_PROMPTS = 3  # prompts that fit a pool, and warm-up prompts, which use all pages
+# A busy machine may delay a prompt in one chunk by several seconds.
+PATIENT = TransferConfig(max_missed_heartbeats=60)
 CACHE = CacheConfig(
     page_size=PAGE_SIZE, num_pages=POOL_PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 2), swap_pages=0
 )
@@ -95,6 +97,8 @@ def _flags(chunk_tokens: int) -> list[str]:
         f"--engine.cache.num-pages={CACHE.num_pages}",
         f"--engine.cache.swap-pages={CACHE.swap_pages}",
         f"--engine.scheduler.chunked-prefill-tokens={chunk_tokens}",
+        "--engine.scheduler.step-timeout-s=60",
+        f"--transfer.max-missed-heartbeats={PATIENT.max_missed_heartbeats}",
     ]
 
 
@@ -108,8 +112,8 @@ async def _watch(model: Path, prompts: int) -> tuple[str, list[tuple[Watched, Wa
     async with (
         prefilling(model, _flags(CHUNK_TOKENS)) as in_chunks,
         prefilling(model, _flags(-1)) as in_one_chunk,
-        watching(in_chunks, engine, TransferConfig()) as chunked,
-        watching(in_one_chunk, engine, TransferConfig()) as whole,
+        watching(in_chunks, engine, PATIENT) as chunked,
+        watching(in_one_chunk, engine, PATIENT) as whole,
     ):
         for long, short in zip(
             _jobs(prompts, PROMPT_TOKENS), _jobs(prompts, CHUNK_TOKENS), strict=True
