@@ -17,7 +17,7 @@ class JobFailed(EngineFault):
     """A follower failed to do a job."""
 
 
-class AskedJob:
+class PendingJob:
     """A job whose replies are still missing."""
 
     def __init__(

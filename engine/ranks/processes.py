@@ -37,7 +37,7 @@ from common.process.leash import leashed
 from common.process.polling import PollSet, poll_ready
 from common.process.resources import resident_bytes
 from engine.ranks.forking import HELLO
-from engine.ranks.job_queue import AskedJob, JobQueue
+from engine.ranks.job_queue import JobQueue, PendingJob
 from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -192,7 +192,7 @@ class Followers:
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
         self._watcher: threading.Thread | None = None
-        self._jobs: dict[int, AskedJob] = {}
+        self._jobs: dict[int, PendingJob] = {}
         self._numbers = itertools.count()
         self._sockets: list[socket.socket] = []
         self._queue = JobQueue(self._sockets, self.send)
@@ -328,10 +328,10 @@ class Followers:
         Returns:
             A future of the results of all followers, or of JobFailed. Another thread completes it.
         """
-        number, asked = next(self._numbers), AskedJob(len(self._followers), on_done)
-        self._jobs[number] = asked
+        number, pending = next(self._numbers), PendingJob(len(self._followers), on_done)
+        self._jobs[number] = pending
         self._queue.put(_encoder.encode(RankJob(number, job)))
-        return asked.future
+        return pending.future
 
     def states(self) -> Mapping[int, RankState]:
         """Return the states of rank 0 and of all followers that have reported, by rank."""

@@ -27,7 +27,7 @@ from engine.models.spec import LoadTarget
 from engine.rank_files import FilesOfRanks, when_all
 from engine.rank_jobs import FollowerJobs, RankWeights, WeightsOfRanks
 from engine.ranks import Share
-from engine.ranks.job_queue import JobQueue
+from engine.ranks.job_queue import JobFailed, JobQueue, PendingJob
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CopyPages,
@@ -180,6 +180,15 @@ class Follower:
     def close(self) -> None:
         self.ours.close()
         self._theirs.close()
+
+
+@pytest.mark.parametrize("errors", [("no", ""), ("", "no"), ("no", "neither")])
+def test_a_job_fails_with_the_first_error_of_a_follower(errors: tuple[str, str]) -> None:
+    job = PendingJob(2, None)
+    assert not job.take(1, JobDone(5, errors[0]))
+    assert job.take(2, JobDone(5, errors[1]))
+    with pytest.raises(JobFailed, match=r"^no$"):
+        job.future.result(0)
 
 
 def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> None:
