@@ -5,6 +5,7 @@ A reply is one whole body, or server-sent events.
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -45,19 +46,19 @@ class RequestOrigin(msgspec.Struct, frozen=True):
         return cls(answer_id, model, int(time.time()))
 
 
-class ResponseContent:
+class ResponseContent(ABC):
     """The response to one request, with all of its choices, in its endpoint's format."""
 
+    @abstractmethod
     def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
         """Add a piece of a choice, and return its events. b"": there is nothing to send yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> bytes:
         """Return the last events, or the body of a response that is not streamed.
 
         Called after all choices have ended.
         """
-        raise NotImplementedError
 
     def failed(self, why: ApiError) -> bytes:
         """Return the event that ends a stream after an error.
@@ -82,16 +83,17 @@ class EventContent(ResponseContent):
         self._stream = stream
         self.last: Event = {}
 
+    @abstractmethod
     def events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         """Yield the events of this piece. The iterator must be exhausted, event by event.
 
         An event is valid only at the moment when it is yielded, because later events change its
         content.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def failure(self, why: ApiError) -> Event:
-        raise NotImplementedError
+        """Return the event that ends a stream after an error."""
 
     def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
         return b"".join(_line(event) if self._stream else b"" for event in self.events(piece))
