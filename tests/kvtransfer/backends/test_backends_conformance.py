@@ -12,7 +12,7 @@ from kvtransfer.backends.base import PagePool, PoolRegion, ReadMap, ReadRefused
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.network.data_children import CANARY, Memory, scattered
-from tests.support.network.data_ends import wait_for
+from tests.support.network.data_ends import long_copy
 
 NUM_PAGES, PAGE_BYTES = 96, 16384
 AT_ONCE_S = 60.0  # on a busy machine
@@ -204,20 +204,8 @@ def test_stop_ends_a_running_copy(ends, backend):
     producer.publish_all()
     memory = ends.memory(backend, num_pages, page_bytes)
     connection = ends.connect(backend, producer, memory)
-    source, destination = (np.tile(ids, 4000) for ids in scattered(0, num_pages, num_pages))
-    ended = threading.Event()
-
-    def copy() -> None:
-        with pytest.raises(TransferError):
-            connection.copy(source, destination)  # 250 GiB: seconds on any path
-        ended.set()
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    wait_for(lambda: bool((memory.pages[destination[:8]] != CANARY).any()))
-    connection.stop()
-    assert ended.wait(60.0)
-    thread.join()
+    with long_copy(connection, memory, num_pages):  # 250 GiB
+        connection.stop()
 
 
 def test_a_failed_producer_is_reported_as_an_error_at_once(

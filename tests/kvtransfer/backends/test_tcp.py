@@ -32,7 +32,7 @@ from kvtransfer.transfer.link import (
     LinkUp,
 )
 from tests.support.network.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
-from tests.support.network.data_ends import changed, introduced, introduction, wait_for
+from tests.support.network.data_ends import changed, introduced, introduction, long_copy, wait_for
 from tests.support.network.loopback import LoopbackBackend
 from tests.support.processes.cluster import free_ports
 
@@ -139,20 +139,8 @@ def test_a_running_copy_ends_with_its_consumer(ends, backend):
     producer.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, producer, memory)
-    source, destination = (np.tile(ids, 4000) for ids in scattered(0, NUM_PAGES, NUM_PAGES))
-    ended = threading.Event()
-
-    def copy() -> None:
-        with pytest.raises(TransferError):
-            connection.copy(source, destination)  # 30 GiB: seconds on any path
-        ended.set()
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    wait_for(lambda: bool((memory.pages[destination[:8]] != CANARY).any()))
-    producer.dismiss(CONSUMER)
-    assert ended.wait(60.0)
-    thread.join()
+    with long_copy(connection, memory, NUM_PAGES):  # 30 GiB
+        producer.dismiss(CONSUMER)
 
 
 # Seen failing without the check of the count in `TcpConsumers.proved`.

@@ -230,11 +230,13 @@ def to_transformers_4(directory: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def reference_model(directory: Path) -> PreTrainedModel:
-    """Load transformers' model with eager attention in float32. EOS does not end its `generate`."""
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
-    )
+def reference_model(directory: Path, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """Load transformers' model with eager attention in float32. EOS does not end its `generate`.
+
+    Args:
+        kind: class of transformers that loads it.
+    """
+    model = kind.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
     model.generation_config.eos_token_id = None
     model.eval()
     return model

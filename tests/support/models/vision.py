@@ -25,7 +25,12 @@ from transformers import (
 
 from common.model_directory import VisionFiles, vision_files
 from common.requests.images import Image
-from tests.support.models.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
+from tests.support.models.checkpoints import (
+    END_TOKEN_ID,
+    VOCABULARY_SIZE,
+    make_tokenizer,
+    reference_model,
+)
 
 BEGIN, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 VIDEO_PAD = "<|video_pad|>"
@@ -329,13 +334,8 @@ def with_images(*parts: str | Image | Clip) -> tuple[list[int], tuple[Image, ...
 
 
 def reference_vision_model(directory: Path) -> PreTrainedModel:
-    """Load transformers' model as `reference_model` does."""
-    model = AutoModelForImageTextToText.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
-    )
-    model.generation_config.eos_token_id = None
-    model.eval()
-    return model
+    """Load transformers' model with images, see `reference_model`."""
+    return reference_model(directory, AutoModelForImageTextToText)
 
 
 def vision_inputs(

@@ -4,6 +4,7 @@ Far ones run in another process. Near ones, of loopback, run in this process.
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from kvtransfer.backends.base import (
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, TcpDescription, TcpProofs
 from tests.support.network.data_children import (
+    CANARY,
     CONSUMER,
     REPLY_S,
     Child,
@@ -33,6 +35,7 @@ from tests.support.network.data_children import (
     make_memory,
     nonce_program,
     producer_program,
+    scattered,
 )
 
 
@@ -199,6 +202,27 @@ def closing(connection: BackendConnection) -> Iterator[BackendConnection]:
     finally:
         connection.stop()
         connection.close()
+
+
+@contextmanager
+def long_copy(connection: BackendConnection, memory: Memory, num_pages: int) -> Iterator[None]:
+    """Run the body while pages are copied 4,000 times, which takes seconds on any path. The body
+    must end the copy.
+    """
+    source, destination = (np.tile(ids, 4000) for ids in scattered(0, num_pages, num_pages))
+    ended = threading.Event()
+
+    def copy() -> None:
+        with pytest.raises(TransferError):
+            connection.copy(source, destination)
+        ended.set()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    wait_for(lambda: bool((memory.pages[destination[:8]] != CANARY).any()))
+    yield
+    assert ended.wait(60.0)
+    thread.join()
 
 
 class Ends:
