@@ -1,5 +1,5 @@
-"""What reads between nodes have in common: the producers to read from, and hand-offs that serve no
-request.
+"""Hand-offs that read prefixes, weights or embeddings of another node, and the producers of these
+reads.
 """
 
 from msgspec.structs import replace

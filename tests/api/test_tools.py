@@ -267,7 +267,7 @@ async def test_with_tools_and_a_schema_the_model_may_call_first(calling, parser)
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "add"}}], ids=str)
 async def test_a_required_call_takes_precedence_over_a_schema(talking, choice):
-    """As in vLLM. Seen failing: 400."""
+    """vLLM does the same. Seen failing: 400."""
     fields = {"tools": TOOLS, "tool_choice": choice, "response_format": FORMAT}
     text = '[{"name": "add", "parameters": {}}]'
     submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)

@@ -251,7 +251,7 @@ def test_an_unusable_file_is_rejected_by_name(authority, tmp_path, spoil, senten
 
 
 def test_a_bundle_may_contain_an_expired_authority_beside_a_valid_one(authority, tmp_path):
-    """As in a bundle while one is replaced by the other."""
+    """A bundle contains both while one replaces the other."""
     config = authority.write(tmp_path)
     pem = expired_authority()
     config.ca.write_bytes(pem)

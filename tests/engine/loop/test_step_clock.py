@@ -80,8 +80,8 @@ def test_the_expected_duration_follows_measurements():
 def test_steps_with_only_copies_do_not_change_the_expected_duration():
     clock = TimedClock()
     clock.step(one_row(1), 0.1)
-    nobody = ints([])
-    clock.step(ScheduleBatch(2, ForwardMode.DECODE, nobody, nobody, nobody, nobody > 0), 9.0)
+    no_rows = ints([])
+    clock.step(ScheduleBatch(2, ForwardMode.DECODE, no_rows, no_rows, no_rows, no_rows > 0), 9.0)
     assert clock.expected_s(one_row(3)) == pytest.approx(0.1)
 
 

@@ -59,7 +59,7 @@ def test_pages_of_a_device_are_compared_as_well(memory):
 
 
 def test_pages_of_a_device_are_enqueued_together_and_awaited_once(memory, monkeypatch):
-    """As many pages are enqueued together as the buffer holds, here five."""
+    """The buffer holds five pages, so five are enqueued together."""
     monkeypatch.setattr(device_page_bytes, "_MOST_PAGES", 5)
     device = DeviceTwin()
     queue, added = device.queue("to host"), []

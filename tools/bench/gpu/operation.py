@@ -1,4 +1,4 @@
-"""How a kernel is timed against its floor.
+"""Times kernels against their floors.
 
 An `Op` is one operation on one shape: the call, the exact result, and the floor. The floor is the
 least work of any implementation: bytes or FLOPs. At the ceiling of the machine, which the same run
