@@ -140,7 +140,13 @@ class EngineCore:
         """
         tables = shape.tables
         kept = tables.windows, tables.state_pages
-        table = SlotTable(config.scheduler.num_slots, shape.context_length, tables.page_size, *kept)
+        table = SlotTable(
+            config.scheduler.num_slots,
+            shape.context_length,
+            tables.page_size,
+            *kept,
+            0 if speculator is None else speculator.max_drafts,
+        )
         pages = PageAllocator(shape.num_pages, free_list)
         enabled = config.cache.prefix_cache
         most = config.cache.max_cached_pages

@@ -12,27 +12,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
-from engine.batch.forward import ForwardBatch
+from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn
 from kernels.sampling.early_rows import RowInputs
 
+_NO_GUESSES = np.empty((0, 0), np.int32)
 
-def early_columns(batch: ScheduleBatch, table: SlotTable) -> Sequence[HostColumn]:
-    """Return the guesses of EarlyRows when a step is launched, int32 [num_rows, width]. Empty if no
-    row may begin early."""
-    early = batch.early
-    if early is None:
+
+def early_columns(batch: ScheduleBatch, rows: HostBatch, table: SlotTable) -> Sequence[HostColumn]:
+    """Return `most` and `guesses` of EarlyRows when a step is launched. Empty if no row may begin
+    early.
+
+    Args:
+        rows: the step.
+    """
+    most = batch.early
+    if most is None:
         return ()
     if batch.mode is not ForwardMode.VERIFY:  # no row has drafts
-        return (early[:, None],)
-    earliest = batch.starts - early
-    width = int(np.maximum.reduce(batch.ends - earliest))
-    # One index in all tokens of the table. Entries after a row's last draft are not used.
-    firsts = batch.slots.astype(np.intp) * table.context_length + earliest
-    guesses = table.tokens.take(firsts[:, None] + np.arange(width), mode="clip")
-    guesses[:, 0] = early
-    return (guesses,)
+        return most, _NO_GUESSES
+    return most, table.guesses(rows.slots, batch.starts - most)
 
 
 def row_inputs(batch: ForwardBatch) -> RowInputs:

@@ -46,10 +46,10 @@ class _Rows(msgspec.Struct, Generic[_Column], frozen=True, eq=False):
     `seen` has their images or embeddings.
     """
 
+    token_ids: _Column  # int32 [num_tokens], -(slot + 1) means the last token sampled in that slot
     # int64 [num_tokens]: page * page_size + offset, where the token's KV is written.
     locations: tuple[_Column, ...]
     page_starts: tuple[_Column, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
-    token_ids: _Column  # int32 [num_tokens], -(slot + 1) means the last token sampled in that slot
     positions: _Column  # int32 [num_tokens], or [3, num_tokens]
     lengths: _Column  # int32 [num_rows]: tokens of the request up to the last one of this step
     query_starts: _Column  # int32 [num_rows + 1], in tokens
@@ -79,8 +79,13 @@ class _Rows(msgspec.Struct, Generic[_Column], frozen=True, eq=False):
         return self.num_decodes == len(self.lengths) == len(self.sampled)
 
     def columns(self) -> list[_Column]:
-        """Return all columns, contiguous."""
-        return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _COLUMNS)]
+        """Return all columns, contiguous. The first one is `token_ids`."""
+        return [
+            self.token_ids,
+            *self.locations,
+            *self.page_starts,
+            *(getattr(self, name) for name in _COLUMNS),
+        ]
 
     @classmethod
     def of(
@@ -92,19 +97,20 @@ class _Rows(msgspec.Struct, Generic[_Column], frozen=True, eq=False):
     ) -> Self:
         """Return a batch with these `columns`, which may be copies of the columns of another
         batch."""
-        tables = (len(columns) - len(_COLUMNS)) // 2
+        tables = (len(columns) - 1 - len(_COLUMNS)) // 2
         return cls(
-            locations=tuple(columns[:tables]),
-            page_starts=tuple(columns[tables : 2 * tables]),
-            **dict(zip(_COLUMNS, columns[2 * tables :], strict=True)),
+            token_ids=columns[0],
+            locations=tuple(columns[1 : 1 + tables]),
+            page_starts=tuple(columns[1 + tables : 1 + 2 * tables]),
+            **dict(zip(_COLUMNS, columns[1 + 2 * tables :], strict=True)),
             num_decodes=num_decodes,
             seen=seen,
             extends=extends,
         )
 
 
-# The columns after the tuples.
-_COLUMNS = _Rows.__struct_fields__[2:-3]
+# The columns after the tuples of tensors.
+_COLUMNS = _Rows.__struct_fields__[3:-3]
 # The last `columns`: their sizes depend on more than the numbers of tokens and rows.
 NUM_VARYING = 2
 

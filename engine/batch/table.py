@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from common.errors import EngineFault
@@ -53,6 +54,7 @@ class SlotTable:
 
     Args:
         windows, state_pages: see PageTables.
+        max_drafts: maximum number of drafts of a row in one step.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class SlotTable:
         page_size: int,
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
+        max_drafts: int = 0,
     ) -> None:
+        self.max_drafts = max_drafts
         self.tables = PageTables(page_size, windows, state_pages)
         self.num_slots = num_slots
         self.context_length = context_length
@@ -70,7 +74,10 @@ class SlotTable:
         # Arrays, because numpy would convert a Python int in every call.
         self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
-        self.tokens = np.zeros((num_slots, context_length), np.int32)
+        # Tokens of all slots, then unused ones, so that every token begins a run of guesses.
+        flat = np.zeros(num_slots * context_length + 2 * max_drafts, np.int32)
+        self.tokens = flat[: num_slots * context_length].reshape(num_slots, context_length)
+        self._runs = sliding_window_view(flat, 2 * max_drafts)
         # Zeros take no memory before a slot is used. Only the first `num_pages` are read.
         self.page_table = np.zeros((num_slots, len(windows), max_pages), np.int32)
         self.first_page = np.zeros((num_slots, len(windows)), np.int32)
@@ -258,6 +265,16 @@ class SlotTable:
         start = int(self.num_prompt[slot]) + num_followed
         tokens: list[int] = self.tokens[slot, start : self.known[slot]].tolist()
         return tokens
+
+    def guesses(self, slots: Slots, firsts: Ints) -> Ints:
+        """Return the tokens after index firsts[i] of each slot, [n, 2 * max_drafts]. They include
+        all drafts of a row that begins at this index, or up to `max_drafts` indices later. Other
+        entries have no meaning."""
+        places = slots * np.intp(self.context_length)
+        places += firsts
+        places += 1
+        found: Ints = self._runs[places]
+        return found
 
     def drafts_of(self, slot: int, count: int) -> list[int]:
         """Return the first `count` drafts after the known tokens."""

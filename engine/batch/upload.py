@@ -135,10 +135,6 @@ class PaddedBlock:
         self._num_bytes = len(packed)
         self.num_columns = len(columns)
 
-    def place_after(self, other: HostColumn) -> int:
-        """Return where the column after `other`, the first of `others`, is sent, in bytes."""
-        return self._num_bytes + _aligned(other.nbytes)
-
     def upload(
         self, columns: Sequence[HostColumn], others: Sequence[HostColumn], into: InputBlock
     ) -> list[Tensor]:

@@ -22,7 +22,7 @@ class VerifiedDrafts:
     """The tokens of a VERIFY step after verification.
 
     Attributes:
-        columns: int32 [2 + most tokens of a row, num_rows], see `verify_drafts`.
+        columns: int32 [num_rows, 2 + most tokens of a row], see `verify_drafts`.
     """
 
     columns: Tensor
@@ -30,7 +30,7 @@ class VerifiedDrafts:
     @property
     def counts(self) -> Tensor:
         """Number of new tokens of each row, int32 [num_rows]."""
-        return self.columns[0]
+        return self.columns[:, 0].contiguous()
 
     def last_places(self, batch: ForwardBatch) -> Tensor:
         """Return the place of each row's last accepted token among the step's tokens, int64
@@ -47,12 +47,14 @@ class VerifiedRows:
 
     Attributes:
         most: maximum number of tokens of a row.
+        num_rows: int32 [1].
         places: int64 [most - 1, num_rows], place among the samples of the token that is sampled
             after each row's first token, second token, and so on. Only valid for rows that have a
             draft there. None: the device draws no drafts.
     """
 
     most: int
+    num_rows: Tensor
     places: Tensor | None = None
 
     def verify(
@@ -65,14 +67,15 @@ class VerifiedRows:
             sampled: int32 [num_tokens], the sampled tokens.
             newest, rejected: by slot, see `verify_drafts`.
         """
-        slots = batch.slots
-        rows = DraftRows(batch.query_starts, batch.token_ids, slots, len(slots), self.most)
-        return VerifiedDrafts(verify_drafts(rows, sampled, newest, rejected))
+        rows = DraftRows(batch.query_starts, batch.token_ids, batch.slots, self.num_rows)
+        verified = sampled.new_empty(len(batch.slots), 2 + self.most)
+        verify_drafts(rows, sampled, newest, rejected, verified)
+        return VerifiedDrafts(verified)
 
 
 def runs_of(columns: NDArray[np.int32]) -> AcceptedRuns:
     """Return the new tokens of rows, from `VerifiedDrafts.columns` in host memory."""
-    return AcceptedRuns(columns[2:].T, columns[0])
+    return AcceptedRuns(columns[:, 2:], columns[:, 0])
 
 
 def places_of(batch: ScheduleBatch) -> HostColumn:

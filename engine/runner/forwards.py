@@ -25,6 +25,7 @@ from engine.runner.step import SettledDrafts, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
+from kernels.sampling.early_rows import move_early_rows
 from kernels.sampling.sample import SamplingColumns, sample
 from kernels.sampling.verify import verify_drafts
 
@@ -72,11 +73,13 @@ class ForwardSizes:
 
     Attributes:
         max_pages: pages of one row, in all page tables together.
+        max_drafts: drafts of one row.
         sampling_bytes: bytes of the packed tensors of its sampling work.
     """
 
     num_slots: int
     max_pages: int
+    max_drafts: int = 0
     sampling_bytes: int = 0
 
 
@@ -274,9 +277,9 @@ class Forwards:
     def _replayed(
         self, step: Step, rows: HostBatch, sampling: TokenSampling, output: StepOutput
     ) -> bool:
-        """Run a step by graphs alone, including the choice of its tokens, and verify drafts of the
-        host. Return False, without any effect, if that is not possible."""
-        shape, speculated, future = step.graph, step.speculated, self._future
+        """Run a step by graphs alone, including the choice of its tokens and the verification of
+        drafts of the host. Return False, without any effect, if that is not possible."""
+        shape, speculated = step.graph, step.speculated
         if shape is None or shape.late or speculated.places:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
@@ -285,15 +288,10 @@ class Forwards:
             return False
         if step.adapters is not None:
             step.adapters.fill(self._bank)
-        graphs.send(shape, rows, step.adapter_columns, parameters, speculated.early)
-        if speculated.early:
-            graphs.move(shape, rows, speculated.early[0], future.rejected)
+        graphs.send(shape, rows, step.adapter_columns, parameters, speculated)
         tokens = graphs.run(shape, len(rows.sampled))
         if speculated.most:
-            drafts = graphs.draft_rows(shape, len(rows.slots), speculated.most)
-            output.verified = _copied_to_host(
-                verify_drafts(drafts, tokens, future.tokens, future.rejected)
-            )
+            output.verified = _copied_to_host(graphs.verified(len(rows.slots)))
         else:
             output.tokens = _copied_to_host(tokens)
         return True
@@ -401,7 +399,7 @@ class Forwards:
             num_tables=tables.num_tables,
             max_pages=sizes.max_pages,
             hidden_size=self._model.spec.hidden_size,
-            page_size=tables.page_size,
+            max_drafts=sizes.max_drafts,
             state_pages=tables.state_pages,
             late=tables.state_pages > 0 or self._model.drafter is not None,
             beside_bytes=sizes.sampling_bytes,
@@ -412,7 +410,18 @@ class Forwards:
                 lambda batch: drafter.before(batch, pool),
                 lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
             )
-        graph_model = GraphModel(self._eager, self._chosen, self._model.device, self._model.dtype)
+        graph_model = GraphModel(
+            self._eager,
+            self._chosen,
+            lambda rows, inputs, sampled: move_early_rows(
+                rows, inputs, future.rejected, sampled, tables.page_size
+            ),
+            lambda rows, tokens, verified: verify_drafts(
+                rows, tokens, future.tokens, future.rejected, verified
+            ),
+            self._model.device,
+            self._model.dtype,
+        )
         made = graph_model, recorder, self._bank, of_steps, of_drafts
         return made_on(self._stream, lambda: StepGraphs(*made))
 
@@ -437,7 +446,7 @@ class Forwards:
         speculated, adapters, heads = step.speculated, step.adapters, step.heads
         if adapters is not None:
             adapters.fill(self._bank)
-        parts = [sampling.columns(), speculated.columns(), heads.columns()]
+        parts = [sampling.columns(), speculated.columns(len(rows.slots)), heads.columns()]
         chooses = False
         if step.graph is None:
             parts.append(step.adapter_columns)
@@ -448,7 +457,7 @@ class Forwards:
             parameters = sampling.parameters()
             chooses = parameters is not None and self._graphs.chooses(len(rows.sampled))
             uploaded, sent = self._graphs.upload(
-                step.graph, rows, [*(parameters or ()), *step.adapter_columns], [*chain(*parts)]
+                step.graph, rows, step.adapter_columns, parameters or (), [*chain(*parts)]
             )
         of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size

@@ -8,6 +8,10 @@ All graphs read their inputs from one block of memory. Parameters of sampling co
 tensors whose sizes follow from the shape. Each of these tensors therefore has the same address in
 every step of a shape. If a step is smaller than its shape, padding rows of the capture fill the
 rest.
+
+Steps with drafts of the host, and steps after them, run by graphs alone, too: the graph of a shape
+first moves rows that begin early, and the graph that chooses tokens then verifies drafts. Both do
+nothing if the number of such rows is 0.
 """
 
 import logging
@@ -33,6 +37,7 @@ from engine.batch.upload import (
     HostColumn,
     InputBlock,
     PaddedBlock,
+    divided,
     packed_bytes,
     upload,
 )
@@ -40,10 +45,18 @@ from engine.models.blocks.layer import LateStates
 from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
-from engine.sampling.choice_graphs import NUM_INPUTS, ChoiceGraphs, Choose, Graph, choice_padding
+from engine.runner.step import SpeculativeStep
+from engine.sampling.choice_graphs import (
+    NUM_PARAMETERS,
+    ChoiceGraphs,
+    Choose,
+    Graph,
+    Verification,
+    Verify,
+    choice_padding,
+)
 from kernels.adapters.low_rank import TokensBySlot
-from kernels.sampling.early_rows import EarlyRows, move_early_rows
-from kernels.sampling.verify import DraftRows
+from kernels.sampling.early_rows import EarlyRows, RowInputs
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +67,11 @@ _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a s
 # Runs the model. Has the arguments of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
-_NO_CHOICE = [ONLY_PADDING] * NUM_INPUTS
+# Moves early rows. The tensor has the positions of samples, see move_early_rows.
+Move: TypeAlias = Callable[[EarlyRows, RowInputs, Tensor], None]
+
+_GREEDY = (ONLY_PADDING,) * NUM_PARAMETERS
+_NO_EARLY = (ONLY_PADDING,) * 2
 
 
 class Recorder(Protocol):
@@ -102,7 +119,7 @@ class GraphSizes:
         num_tables: page tables of every row.
         max_pages: pages of one row, in all tables together.
         hidden_size: numbers per hidden state.
-        page_size: tokens of a page.
+        max_drafts: drafts of one row. 0: no step has drafts.
         state_pages: pages of one row for recurrent states, in addition.
         late: whether the model has states to update after verification.
         beside_bytes: bytes for sampling tensors that are uploaded together with a step's inputs.
@@ -112,7 +129,7 @@ class GraphSizes:
     num_tables: int
     max_pages: int
     hidden_size: int
-    page_size: int
+    max_drafts: int
     state_pages: int = 0
     late: bool = False
     beside_bytes: int = 0
@@ -124,6 +141,8 @@ class GraphModel:
 
     forward: Forward
     choose: Choose
+    move: Move
+    verify: Verify
     device: torch.device
     dtype: torch.dtype
 
@@ -134,15 +153,18 @@ class _Inputs:
 
     Attributes:
         batch, adapted: a step of this shape and its adapters, on the device.
+        early: the rows that the graph moves, of the same step.
         fixed: tensors of `batch` whose sizes follow from the shape.
-        padding: padding of the choice of tokens, of adapters and of `fixed`, in host memory.
+        padding: padding of the choice of tokens, of `fixed`, of early rows and of adapters, in host
+            memory.
         late: the pending state updates of the latest replay.
     """
 
     shape: GraphShape
     batch: ForwardBatch
     adapted: AdapterStep | None
-    fixed: list[Tensor]
+    early: EarlyRows
+    fixed: Sequence[Tensor]
     padding: PaddedBlock
     late: LateStates | None = None
     # Where padding rows end, by the numbers of rows and tokens that a step of this shape may have.
@@ -157,8 +179,8 @@ class _Inputs:
         states = (ONLY_PADDING,) * 4
         if batch.state_reads.shape[1]:
             states = batch.state_reads, batch.state_writes, batch.state_marks, batch.state_kept
-        each = batch.token_ids, batch.positions, batch.lengths, starts, sampled
-        return [*batch.locations, *batch.page_starts, *each, *states]
+        each = batch.positions, batch.lengths, starts, sampled
+        return [batch.token_ids, *batch.locations, *batch.page_starts, *each, *states]
 
     def _padded_starts(self, batch: HostBatch) -> Ints:
         key = len(batch.lengths), len(batch.token_ids)
@@ -262,7 +284,7 @@ class StepGraphs:
         sizes: GraphSizes,
         drafter: GraphDrafter | None = None,
     ) -> None:
-        self._forward = model.forward
+        self._model = model
         self._recorder = recorder
         self._bank = bank
         self._sizes = sizes
@@ -274,16 +296,25 @@ class StepGraphs:
         self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
         self._impossible: set[_Kind] = set()
         # Every graph reads its inputs here. The inputs of every step are copied here.
-        num_bytes = max(packed_bytes(self._columns(shape)) for shape in self._shapes)
+        num_bytes = max(sum(map(packed_bytes, self._columns(shape))) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = InputBlock(num_bytes, device)
-        self._words = self._block.memory.view(torch.int32)
         self._hidden = torch.zeros(
             max_tokens(sizes.max_rows), sizes.hidden_size, dtype=model.dtype, device=device
         )
-        inputs = upload(self._choice_padding, device, self._block.memory)
-        self._choice = ChoiceGraphs(model.choose, recorder, self._hidden, inputs)
+        self._choice = self._made_choice(model)
         self._views: list[Tensor] = []  # tensors of the step that was uploaded last
+
+    def _made_choice(self, model: GraphModel) -> ChoiceGraphs:
+        memory, sizes = self._block.memory, self._sizes
+        inputs, verification = upload(self._choice_padding, self._device, memory), None
+        if sizes.max_drafts:
+            # The next column of every shape has the token ids.
+            token_ids = memory[packed_bytes(self._choice_padding) :].view(torch.int32)
+            size = sizes.max_rows, 2 + 1 + sizes.max_drafts
+            verified = torch.zeros(size, dtype=torch.int32, device=self._device)
+            verification = Verification(model.verify, token_ids, verified)
+        return ChoiceGraphs(model.choose, self._recorder, self._hidden, inputs, verification)
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
@@ -337,10 +368,13 @@ class StepGraphs:
 
     def _recorded(self, shape: GraphShape) -> _Recorded:
         inputs, drafter, drafts = self._inputs(shape), self._drafter, None
+        moves = self._sizes.max_drafts > 0 and not shape.late
 
         def work() -> Tensor:
+            if moves:
+                self._model.move(inputs.early, row_inputs(inputs.batch), self._choice.positions)
             inputs.late = LateStates() if shape.late else None
-            hidden = self._forward(inputs.batch, inputs.adapted, inputs.late)
+            hidden = self._model.forward(inputs.batch, inputs.adapted, inputs.late)
             return self._hidden[: len(hidden)].copy_(hidden)
 
         graph, hidden = self._recorder(work)
@@ -352,24 +386,30 @@ class StepGraphs:
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph on the device, filled with padding."""
         columns = self._columns(shape)
-        sent = upload(columns, self._device, self._block.memory)[NUM_INPUTS:]
-        adapted = None
-        if shape.adapted:
-            adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
-        batch = ForwardBatch.of(sent, shape.num_decodes, (), ())
-        fixed, padding = sent[:-NUM_VARYING], PaddedBlock(columns[:-NUM_VARYING])
-        return _Inputs(shape, batch, adapted, fixed, padding)
+        host = [column for part in columns for column in part]
+        sent = upload(host, self._device, self._block.memory)
+        _, fixed, (most, guesses), adapters, varying = divided(sent, columns)
+        adapted = self._bank.adapted(TokensBySlot(*adapters)) if adapters else None
+        batch = ForwardBatch.of([*fixed, *varying], shape.num_decodes, (), ())
+        of_rows = batch.query_starts, self._choice.slots, self._choice.num_rows
+        early, padding = EarlyRows(most, guesses, *of_rows), PaddedBlock(host[:-NUM_VARYING])
+        return _Inputs(shape, batch, adapted, early, fixed, padding)
 
-    def _columns(self, shape: GraphShape) -> list[HostColumn]:
-        """Return the inputs of a graph in host memory, filled with padding."""
+    def _columns(self, shape: GraphShape) -> Sequence[Sequence[HostColumn]]:
+        """Return the inputs of a graph in host memory, filled with padding: of the choice of
+        tokens, of rows, of early rows, of adapters, and the columns without padding."""
         sizes = self._sizes
-        num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
-        batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
-        if not shape.adapted:
-            return [*self._choice_padding, *batch.columns()]
-        num_tiles = most_tiles(shape.tokens, self._bank.num_slots)
-        order, tiles = np.zeros(shape.tokens, np.int32), np.zeros((num_tiles, 3), np.int32)
-        return [*self._choice_padding, order, tiles, *batch.columns()]
+        num_rows = min(shape.rows, sizes.max_rows)
+        num_pages = num_rows * sizes.max_pages
+        rows = padding(shape, sizes.num_tables, num_pages, sizes.state_pages).columns()
+        width = 2 * sizes.max_drafts if shape.is_ragged else 0  # other rows have no drafts
+        early = [np.zeros(num_rows, np.int32), np.zeros((num_rows, width), np.int32)]
+        adapters: list[HostColumn] = []
+        if shape.adapted:
+            num_tiles = most_tiles(shape.tokens, self._bank.num_slots)
+            adapters = [np.zeros(shape.tokens, np.int32), np.zeros((num_tiles, 3), np.int32)]
+        fixed, varying = rows[:-NUM_VARYING], rows[-NUM_VARYING:]
+        return self._choice_padding, fixed, early, adapters, varying
 
     def _give_up(self, shape: GraphShape, error: Uncapturable) -> None:
         """Remove all graphs of the shape's kind."""
@@ -405,21 +445,26 @@ class StepGraphs:
         self,
         shape: GraphShape,
         batch: HostBatch,
-        given: Sequence[HostColumn],
+        adapters: Sequence[HostColumn],
+        parameters: Sequence[HostColumn],
         beside: Sequence[HostColumn],
     ) -> tuple[ForwardBatch, list[Tensor]]:
         """Copy a step to the inputs of a graph. Return the step without padding and the columns of
         `beside`, on the device. Both are valid until the next `upload`.
 
+        Rows are moved and drafts are verified outside of graphs.
+
         Args:
-            given: parameters of sampling, if not all rows are greedy, and adapters of an adapted
-                shape.
+            adapters, parameters: see `send`.
             beside: columns to upload in the same copy.
         """
         own, inputs = batch.columns(), self._graphs[shape].inputs
-        fixed = [*given, *inputs.columns(batch)]
-        greedy = [ONLY_PADDING] * (inputs.padding.num_columns - len(fixed))
-        sent = inputs.padding.upload([*greedy, *fixed], [*own[-NUM_VARYING:], *beside], self._block)
+        choice = ONLY_PADDING, *(parameters or _GREEDY), ONLY_PADDING, ONLY_PADDING
+        sent = inputs.padding.upload(
+            [*choice, *inputs.columns(batch), *_NO_EARLY, *adapters],
+            [*own[-NUM_VARYING:], *beside],
+            self._block,
+        )
         views = [
             padded if padded.shape == column.shape else padded[: len(column)]
             for padded, column in zip(inputs.fixed, own, strict=False)
@@ -473,46 +518,27 @@ class StepGraphs:
         batch: HostBatch,
         adapters: Sequence[HostColumn],
         parameters: Sequence[HostColumn],
-        early: Sequence[HostColumn],
+        speculated: SpeculativeStep,
     ) -> None:
         """Copy a step to the inputs of a graph, in one copy to the device.
 
         Args:
             adapters: adapters of an adapted shape.
             parameters: see TokenSampling.
-            early: see SpeculativeStep.
         """
-        choice = [batch.slots, *(parameters or _NO_CHOICE[1:])]
-        inputs = self._graphs[shape].inputs
-        inputs.padding.send(
-            [*choice, *adapters, *inputs.columns(batch)],
-            [batch.page_ids, *early],
-            self._block,
-        )
-
-    def move(
-        self, shape: GraphShape, batch: HostBatch, guesses: HostColumn, rejected: Tensor
-    ) -> None:
-        """Move the early rows of the step of the latest `send`.
-
-        Args:
-            guesses: the column of the step in SpeculativeStep.early.
-            rejected: see FutureMap.
-        """
-        inputs, choice = self._graphs[shape].inputs, self._choice
-        sent = inputs.padding.place_after(batch.page_ids) // guesses.itemsize
-        rows = EarlyRows(
-            self._words[sent:],
-            guesses.shape[1],
-            inputs.batch.query_starts,
-            choice.slots,
-            len(batch.slots),
-        )
-        page_size = self._sizes.page_size
-        move_early_rows(rows, row_inputs(inputs.batch), rejected, choice.positions, page_size)
+        inputs, verified, num_rows = self._graphs[shape].inputs, ONLY_PADDING, ONLY_PADDING
+        if speculated.most:
+            verified = batch.query_starts
+        if speculated.most or speculated.early:
+            num_rows = np.array((len(batch.slots),), np.int32)
+        choice = batch.slots, *(parameters or _GREEDY), verified, num_rows
+        early = speculated.early or _NO_EARLY
+        columns = [*choice, *inputs.columns(batch), *early, *adapters]
+        inputs.padding.send(columns, (batch.page_ids,), self._block)
 
     def run(self, shape: GraphShape, num_tokens: int) -> Tensor:
-        """Compute the step of the latest `send`, and choose its tokens, by two graphs.
+        """Compute the step of the latest `send`, choose its tokens and verify drafts, by two
+        graphs.
 
         The last token of each row is stored for the next step. State updates that follow the
         verification of drafts are dropped.
@@ -525,11 +551,9 @@ class StepGraphs:
         self._graphs[shape].graph.replay()
         return self._choice.replay(num_tokens)
 
-    def draft_rows(self, shape: GraphShape, num_rows: int, most: int) -> DraftRows:
-        """Return the rows of the step of the latest `send`, valid until the next step. `most`: see
-        DraftRows."""
-        batch, slots = self._graphs[shape].inputs.batch, self._choice.slots
-        return DraftRows(batch.query_starts, batch.token_ids, slots, num_rows, most)
+    def verified(self, num_rows: int) -> Tensor:
+        """Return VerifiedDrafts.columns after `run`, valid until the next step."""
+        return self._choice.verified(num_rows)
 
     def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
         """Replay a graph. Return the hidden states of `batch.sampled` and the pending state

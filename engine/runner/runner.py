@@ -73,7 +73,7 @@ class StepBuilder:
         num_slots, max_pages = self._table.num_slots, self._table.page_table[0].size
         sampling = self._features.rehearsals(num_slots, 0, spec)
         num_bytes = packed_bytes(sampling[0].columns()) if sampling else 0
-        return ForwardSizes(num_slots, max_pages, num_bytes)
+        return ForwardSizes(num_slots, max_pages, self._table.max_drafts, num_bytes)
 
     def build(
         self, batch: ScheduleBatch, graph_of: GraphOf | None = None
@@ -180,7 +180,7 @@ class LaunchedStep:
         tokens, samples, runs = self._output.tokens.numpy(), self._batch.samples, None
         if self._output.verified is not None:
             columns = self._output.verified.numpy()
-            tokens, runs = columns[1], runs_of(columns)
+            tokens, runs = columns[:, 1], runs_of(columns)
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
         logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)

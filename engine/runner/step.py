@@ -30,7 +30,7 @@ class SpeculativeStep:
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
-        early: guesses of EarlyRows. Empty: no row may begin early.
+        early: `most` and `guesses` of EarlyRows. Empty: no row may begin early.
         most: maximum number of tokens of a row that are verified. 0: no row has drafts.
         places: VerifiedRows.places. Empty: the device draws no drafts.
         to_guess: if the device drafts: number of rows with at least one draft, with at least two,
@@ -47,14 +47,17 @@ class SpeculativeStep:
         """Return the data when a step is launched. `rows`: the step."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
-        early, most = early_columns(batch, table), 0
+        early, most = early_columns(batch, rows, table), 0
         if batch.mode is ForwardMode.VERIFY:  # the first row has the most tokens
-            most = rows.extends[0][0] if rows.extends else 1
+            most = rows.extends[0][0]
         to_guess = _to_guess(batch, rows.token_ids) if most else ()
         return cls(early, most, (places_of(batch),) if to_guess else (), to_guess)
 
-    def columns(self) -> Sequence[HostColumn]:
-        return (*self.early, *self.places)
+    def columns(self, num_rows: int) -> Sequence[HostColumn]:
+        """Return the columns to upload for a step with `num_rows` rows."""
+        if not (self.early or self.most):
+            return ()
+        return (np.array((num_rows,), np.int32), *self.early, *self.places)
 
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
@@ -67,14 +70,13 @@ class SpeculativeStep:
             sent: `columns` on the device.
             rejected: see FutureMap.
         """
-        num_early, early = len(self.early), None
-        verified = VerifiedRows(self.most, *sent[num_early:]) if self.most else None
+        early = verified = None
+        if self.most:
+            verified = VerifiedRows(self.most, sent[0], *sent[1 + len(self.early) :])
         if self.early:
-            guesses, num_rows = sent[0], len(batch.slots)
-            early = guesses.new_zeros(num_rows if verified is None else len(batch.token_ids))
-            rows = EarlyRows(
-                guesses.view(-1), guesses.shape[1], batch.query_starts, batch.slots, num_rows
-            )
+            num_rows, most, guesses = sent[:3]
+            early = most.new_zeros(len(most) if verified is None else len(batch.token_ids))
+            rows = EarlyRows(most, guesses, batch.query_starts, batch.slots, num_rows)
             move_early_rows(rows, row_inputs(batch), rejected, early, page_size)
             early.neg_()
         return SettledDrafts(batch, early, verified)

@@ -1,12 +1,14 @@
-"""CUDA graphs of the end of a step: the model's head, sampling, and the tokens for the next step.
+"""CUDA graphs of the end of a step: the model's head, sampling, the verification of drafts, and the
+tokens for the next step.
 
-They serve steps whose tokens depend only on hidden states and sampling parameters. Greedy and other
-rows share one graph per number of rows, because a greedy row has temperature 0.
+They serve steps whose tokens depend only on hidden states and sampling parameters. All steps share
+one graph per number of samples: a greedy row has temperature 0, and in a step without drafts, no
+row is verified.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -14,12 +16,17 @@ from torch import Tensor
 
 from engine.batch.upload import HostColumn
 from kernels.sampling.sample import SamplingColumns
+from kernels.sampling.verify import DraftRows
 
-NUM_INPUTS = 1 + len(fields(SamplingColumns))
+NUM_PARAMETERS = len(fields(SamplingColumns))
 
 # Chooses tokens from hidden states [n, hidden], and stores them for the next step as the last
 # tokens of n slots (int64).
 Choose: TypeAlias = Callable[[Tensor, SamplingColumns, Tensor], Tensor]
+
+# Verifies drafts by the chosen tokens, and stores the newest tokens for the next step. The last
+# argument becomes the result, see verify_drafts.
+Verify: TypeAlias = Callable[[DraftRows, Tensor, Tensor], None]
 
 
 class Graph(Protocol):
@@ -31,7 +38,8 @@ class Graph(Protocol):
 
 
 def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:
-    """Return the inputs of greedy rows in host memory: their slots, then SamplingColumns.
+    """Return the inputs of greedy rows in host memory: their slots, SamplingColumns, where the
+    tokens of rows with drafts start, and the number of rows that begin early or have drafts.
 
     Args:
         no_slot: number of a slot that no request uses.
@@ -45,17 +53,39 @@ def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:
         np.zeros(num_rows, np.float32),  # min_p
         np.zeros((num_rows, 2), np.int32),  # seeds
         nothing,  # positions
+        np.zeros(num_rows + 1, np.int32),
+        np.zeros(1, np.int32),
     ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verification:
+    """The verification of drafts in these graphs.
+
+    Attributes:
+        token_ids: int32 [any], the tokens of the newest step.
+        verified: int32 [most rows, 2 + maximum tokens of a row]. Valid for the rows with drafts of
+            the newest step.
+    """
+
+    verify: Verify
+    token_ids: Tensor
+    verified: Tensor
 
 
 class ChoiceGraphs:
     """Captures and replays these graphs. For use on the forward stream only.
+
+    Attributes:
+        slots: the slots of the newest step's rows, then padding: int64 [most rows].
+        num_rows: number of rows of the newest step, if rows begin early or have drafts: int32 [1].
 
     Args:
         record: see Recorder.
         hidden: hidden states of the newest forward, [most rows or more, hidden].
         inputs: `choice_padding` for the maximum number of rows, on the device. A step replaces the
             first entries.
+        verification: None: no step has drafts.
     """
 
     def __init__(
@@ -64,33 +94,37 @@ class ChoiceGraphs:
         record: Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]],
         hidden: Tensor,
         inputs: Sequence[Tensor],
+        verification: Verification | None = None,
     ) -> None:
         self._choose = choose
         self._record = record
         self._hidden = hidden
-        self._inputs = inputs
+        self.slots, *self._parameters, self._starts, self.num_rows = inputs
+        self._verification = verification
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         self._captured: list[int] = []  # ascending
         self._possible = True
 
     @property
-    def slots(self) -> Tensor:
-        """The slots of the newest step's rows, then padding: int64 [most rows]."""
-        return self._inputs[0]
-
-    @property
     def positions(self) -> Tensor:
         """SamplingColumns.positions of the newest step, then padding: int32 [most rows]."""
-        return self._inputs[-1]
+        return self._parameters[-1]
 
     def capture(self, num_rows: int) -> None:
         """Capture the graph for a number of rows. It needs memory for their logits."""
         if not self._possible:
             return
-        hidden = self._hidden[:num_rows]
-        slots, *columns = [each[:num_rows] for each in self._inputs]
-        parameters = SamplingColumns(*columns)
-        self._graphs[num_rows] = self._record(lambda: self._choose(hidden, parameters, slots))
+        hidden, slots = self._hidden[:num_rows], self.slots[:num_rows]
+        parameters = SamplingColumns(*(each[:num_rows] for each in self._parameters))
+
+        def work() -> Tensor:
+            tokens = self._choose(hidden, parameters, slots)
+            if (last := self._verification) is not None:
+                rows = DraftRows(self._starts[: num_rows + 1], last.token_ids, slots, self.num_rows)
+                last.verify(rows, tokens, last.verified[:num_rows])
+            return tokens
+
+        self._graphs[num_rows] = self._record(work)
         insort(self._captured, num_rows)
 
     def give_up(self) -> None:
@@ -106,6 +140,11 @@ class ChoiceGraphs:
     def move(self, early: Tensor) -> None:
         """Subtract int32 [any] from the positions of the first rows."""
         self.positions[: len(early)].sub_(early)
+
+    def verified(self, num_rows: int) -> Tensor:
+        """Return the first rows of Verification.verified after `replay`."""
+        assert self._verification is not None
+        return self._verification.verified[:num_rows]
 
     def replay(self, num_rows: int) -> Tensor:
         """Choose the tokens of the first rows of the newest forward: int32 [num_rows], valid until

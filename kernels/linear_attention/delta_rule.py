@@ -183,11 +183,13 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
         block = min(BLOCK_V, triton.next_power_of_2(v_size))
         blocks = triton.cdiv(v_size, block)
         kernel: Any = _delta_rule_kernel[(rows.num_rows, cells.heads, blocks)]
-        options: dict[str, Any] = {"BLOCK": block, "num_warps": 4}
+        on_120 = device.architecture() == 120  # where Triton 3.7 would spill registers
+        registers = 128 if on_120 else None
+        options: dict[str, Any] = {"BLOCK": block, "num_warps": 4, "maxnreg": registers}
         if x.dtype != torch.float32 and rows.has_long_rows(num_tokens):
             kernel = delta_chunks.delta_chunks_kernel[(blocks, cells.heads, rows.num_rows)]
             options = {
-                "BLOCK": max(16, block),
+                "BLOCK": 16 if on_120 else max(16, block),
                 "CHUNK": delta_chunks.CHUNK,
                 "UPCAST": device.INTERPRETED,
                 "num_warps": delta_chunks.num_warps(device.architecture()),

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import device
 from kernels.bound import bound
 
-_DTYPES = [torch.int64, *[torch.int32] * 7]
+_DTYPES = [torch.int64, *[torch.int32] * 9]
 _LANES = 32  # one warp. Longer rows are moved in several blocks
 
 
@@ -20,20 +20,20 @@ class EarlyRows(NamedTuple):
     """The rows of a step. All tensors are contiguous, and may have more entries than described.
 
     Attributes:
-        guesses: int32 [n * width]. The first entry of a row is the maximum number of tokens by
-            which it moves back. If the row has drafts, the next entries are the drafts for token
+        most: int32 [n or more], maximum number of tokens by which each row moves back.
+        guesses: int32 [n, width]. If a row has drafts, its entries are the drafts for token
             indices. They begin right after the earliest index that the row's first token may have.
-        width: entries of a row in `guesses`.
+            Without rows with drafts it may be empty.
         starts: int32 [n + 1], where each row's tokens start. Every row has at least one.
         slots: int64 [n].
-        num_rows: n.
+        num_rows: int32 [1], n. It is on the device, so that graphs can have any number of rows.
     """
 
+    most: Tensor
     guesses: Tensor
-    width: int
     starts: Tensor
     slots: Tensor
-    num_rows: int
+    num_rows: Tensor
 
 
 class RowInputs(NamedTuple):
@@ -73,8 +73,10 @@ def move_early_rows(
     """
     tensors = (
         rows.slots,
+        rows.most,
         rows.guesses,
         rows.starts,
+        rows.num_rows,
         inputs.token_ids,
         inputs.positions,
         inputs.lengths,
@@ -85,9 +87,9 @@ def move_early_rows(
         raise ValueError("int64 slots and int32 inputs of rows expected")
     if not all(map(Tensor.is_contiguous, tensors)):
         raise ValueError("contiguous inputs of rows expected")
-    num_starts, num_guesses = rows.starts.shape[0], rows.guesses.shape[0]
-    if num_starts <= rows.num_rows or num_guesses < rows.num_rows * rows.width:
-        raise ValueError(f"{num_starts} starts and {num_guesses} guesses of {rows.num_rows} rows")
+    most = min(len(rows.starts) - 1, len(rows.slots), len(inputs.lengths))
+    if len(rows.most) > most or rows.num_rows.shape != (1,):
+        raise ValueError(f"{len(rows.most)} maxima, inputs of {most} rows")
     if device.uses_triton(rejected):
         move_early_rows_triton(rows, inputs, rejected, sampled, page_size)
     else:
@@ -97,9 +99,9 @@ def move_early_rows(
 def move_early_rows_reference(
     rows: EarlyRows, inputs: RowInputs, rejected: Tensor, sampled: Tensor, page_size: int
 ) -> None:
-    num_rows = rows.num_rows
-    guesses = rows.guesses[: num_rows * rows.width].view(num_rows, rows.width)
-    starts, lengths, most = rows.starts[: num_rows + 1], inputs.lengths[:num_rows], guesses[:, 0]
+    num_rows = int(rows.num_rows)
+    most, starts = rows.most[:num_rows], rows.starts[: num_rows + 1]
+    lengths = inputs.lengths[:num_rows]
     by_row = torch.minimum(rejected[rows.slots[:num_rows]], most).clamp_(min=0)
     lengths -= by_row
     counts = starts.diff()
@@ -113,7 +115,7 @@ def move_early_rows_reference(
         locations[places] = pages * page_size + indices % page_size
     inputs.positions[..., places] -= by
     is_draft = numbers > 0
-    guessed = guesses[each[is_draft], (most[each] - by + numbers)[is_draft]]
+    guessed = rows.guesses[each[is_draft], (most[each] - by + numbers)[is_draft] - 1]
     inputs.token_ids[places[is_draft]] = guessed
     # Each earlier row has one sample less among the others.
     others = num_rows + places - each
@@ -123,16 +125,18 @@ def move_early_rows_reference(
 def move_early_rows_triton(
     rows: EarlyRows, inputs: RowInputs, rejected: Tensor, sampled: Tensor, page_size: int
 ) -> None:
-    guesses, width, starts, slots, num_rows = rows
+    most, guesses, starts, slots, num_rows = rows
     token_ids, positions, lengths, all_locations, all_page_starts, page_ids = inputs
-    if not num_rows:
+    if not len(most):
         return
     last = len(all_locations) - 1
     for table, locations in enumerate(all_locations):
-        _move_early_rows_kernel[(num_rows,)](
+        _move_early_rows_kernel[(len(most),)](
+            most,
             guesses,
             starts,
             slots,
+            num_rows,
             rejected,
             token_ids,
             positions,
@@ -141,8 +145,7 @@ def move_early_rows_triton(
             all_page_starts[table],
             page_ids,
             sampled,
-            num_rows,
-            width,
+            guesses.shape[1],
             positions.shape[-1],
             positions.shape[0] if positions.ndim == 2 else 1,
             PAGE_SIZE=page_size,
@@ -156,9 +159,11 @@ def move_early_rows_triton(
 @bound
 @triton.jit(
     do_not_specialize=[
+        "most_ptr",
         "guesses_ptr",
         "starts_ptr",
         "slots_ptr",
+        "num_rows_ptr",
         "rejected_ptr",
         "token_ids_ptr",
         "positions_ptr",
@@ -167,16 +172,17 @@ def move_early_rows_triton(
         "page_starts_ptr",
         "page_ids_ptr",
         "sampled_ptr",
-        "num_rows",
         "width",
         "plane",
         "num_planes",
     ]
 )
 def _move_early_rows_kernel(
+    most_ptr,
     guesses_ptr,
     starts_ptr,
     slots_ptr,
+    num_rows_ptr,
     rejected_ptr,
     token_ids_ptr,
     positions_ptr,
@@ -185,7 +191,6 @@ def _move_early_rows_kernel(
     page_starts_ptr,
     page_ids_ptr,
     sampled_ptr,
-    num_rows,
     width,
     plane,
     num_planes,
@@ -196,33 +201,35 @@ def _move_early_rows_kernel(
     """Move the locations of one row in one page table. For the last table, move everything else of
     the row, too."""
     row = tl.program_id(0)
-    guesses_ptr += row * width
-    most = tl.load(guesses_ptr)
-    by = tl.minimum(tl.load(rejected_ptr + tl.load(slots_ptr + row)), most)
-    if by > 0:
-        start = tl.load(starts_ptr + row)
-        count = tl.load(starts_ptr + row + 1) - start
-        length = tl.load(lengths_ptr + row) - by
-        page_ids_ptr += tl.load(page_starts_ptr + row)
-        for begin in range(0, count, BLOCK):
-            numbers = begin + tl.arange(0, BLOCK)
-            places = start + numbers
-            inside = numbers < count
-            indices = length - count + numbers
-            pages = tl.load(page_ids_ptr + indices // PAGE_SIZE, mask=inside, other=0)
-            locations = pages.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
-            tl.store(locations_ptr + places, locations, mask=inside)
-            if IS_LAST:
-                for number in range(num_planes):
-                    at = positions_ptr + number * plane + places
+    num_rows = tl.load(num_rows_ptr)
+    if row < num_rows:
+        most = tl.load(most_ptr + row)
+        by = tl.minimum(tl.load(rejected_ptr + tl.load(slots_ptr + row)), most)
+        if by > 0:
+            start = tl.load(starts_ptr + row)
+            count = tl.load(starts_ptr + row + 1) - start
+            length = tl.load(lengths_ptr + row) - by
+            page_ids_ptr += tl.load(page_starts_ptr + row)
+            guesses_ptr += row * width + most - by - 1
+            for begin in range(0, count, BLOCK):
+                numbers = begin + tl.arange(0, BLOCK)
+                places = start + numbers
+                inside = numbers < count
+                indices = length - count + numbers
+                pages = tl.load(page_ids_ptr + indices // PAGE_SIZE, mask=inside, other=0)
+                locations = pages.to(tl.int64) * PAGE_SIZE + indices % PAGE_SIZE
+                tl.store(locations_ptr + places, locations, mask=inside)
+                if IS_LAST:
+                    for number in range(num_planes):
+                        at = positions_ptr + number * plane + places
+                        tl.store(at, tl.load(at, mask=inside) - by, mask=inside)
+                    is_draft = inside & (numbers > 0)
+                    drafts = tl.load(guesses_ptr + numbers, mask=is_draft)
+                    tl.store(token_ids_ptr + places, drafts, mask=is_draft)
+                    # Each earlier row has one sample less among the others.
+                    others = num_rows + places - row
+                    at = sampled_ptr + tl.where(numbers < count - 1, others, row)
                     tl.store(at, tl.load(at, mask=inside) - by, mask=inside)
-                is_draft = inside & (numbers > 0)
-                drafts = tl.load(guesses_ptr + most - by + numbers, mask=is_draft)
-                tl.store(token_ids_ptr + places, drafts, mask=is_draft)
-                # Each earlier row has one sample less among the others.
-                others = num_rows + places - row
-                at = sampled_ptr + tl.where(numbers < count - 1, others, row)
-                tl.store(at, tl.load(at, mask=inside) - by, mask=inside)
-        if IS_LAST:
-            tl.debug_barrier()  # other threads may still read it
-            tl.store(lengths_ptr + row, length)
+            if IS_LAST:
+                tl.debug_barrier()  # other threads may still read it
+                tl.store(lengths_ptr + row, length)

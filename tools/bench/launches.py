@@ -11,11 +11,10 @@ The first table has the launches of a layer by our own kernels: by bound launche
 alone. Only steps without a graph pay them.
 
 The second table has the time of whole steps, whose graphs replay in no time: the host builds the
-inputs, packs them, copies them in one piece, and copies the tokens back. Steps with drafts also
-launch the kernel that compares drafts and samples. Steps whose rows begin earlier if the step
-before rejected drafts ("early") also launch the kernel that moves these rows. The scheduler and
-the reading of results are not included. Nor are the calls of the real driver: two graph launches,
-two copies, two events, and pinned memory for the tokens.
+inputs, packs them, copies them in one piece, and copies the tokens back. The rows of "verify" steps
+have drafts. Those of "early" steps also begin earlier if the step before rejected drafts. The
+scheduler and the reading of results are not included. Nor are the calls of the real driver: two
+graph launches, two copies, two events, and pinned memory for the tokens.
 
 The figures are minima, because other processes only add to them.
 """

@@ -1,5 +1,6 @@
 """The table of running requests: the data of a slot, during its request and afterwards."""
 
+import numpy as np
 import pytest
 
 from common.errors import EngineFault
@@ -31,6 +32,15 @@ def test_a_slot_has_the_data_of_its_request():
     assert table.max_length[slot] == 4 + 8
     assert table.origin_stream[slot] == 2**64 - 1
     assert set(table.stop_ids[slot].tolist()) == {9, 4, 5}
+
+
+def test_guesses_follow_the_token_of_each_slot():
+    table = SlotTable(3, 8, 16, max_drafts=2)
+    table.tokens[:] = np.arange(24).reshape(3, 8)
+    guesses = table.guesses(np.array([2, 0]), ints([3, 1]))
+    assert guesses.tolist() == [[20, 21, 22, 23], [2, 3, 4, 5]]
+    # There are always as many, even at the end of the table.
+    assert table.guesses(np.array([2]), ints([6]))[0, 0] == 23
 
 
 def pages(**by_kind: int) -> dict[str, float]:

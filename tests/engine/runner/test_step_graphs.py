@@ -1,6 +1,7 @@
 """Graphs of steps of every kind: drafts, adapters, prompts. Replays repeat the kernels of a
 capture on the same memory, so the host must not have decided anything from a step's data."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ class Drafting:
         self._adapters = adapters
         self._sampling = sampling
 
-    def run(self, rounds: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    def run(self, rounds: Sequence[tuple[int, ...]]) -> list[list[int]]:
         """Serve requests of 5, 9 and 20 tokens. Return their texts.
 
         Args:
-            rounds: number of drafts of each row, by step. Rows with more drafts come first.
+            rounds: number of drafts of each row, by step. Rows with more drafts come first. After
+                the first step, which has two rows, comes a step with a prompt.
         """
+        before, *rounds = rounds
         steps = self.steps
         first, second, third = slots = [
             steps.add(prompt(length, length), self._sampling, adapter=adapter)
@@ -69,6 +72,7 @@ class Drafting:
         self._launch([(second, 0, 9)])
         self._launch(self._rows(first, second))
         self._launch([(third, 0, 10), *self._rows(first)], [False, True])
+        self._verify([first, second], before)
         self._launch([(third, 10, 20), *self._rows(first, second)], [True] * 3)
         for drafts in rounds:
             self._verify(slots[: len(drafts)], drafts)
@@ -128,7 +132,8 @@ def captured(
 ADAPTERS = ("b", "", "a")
 DRAFTERS = ("mtp", "hybrid", "draft_model")
 HYBRID = ["linear_attention", "full_attention"]  # one layer of each kind: interpreted ones are slow
-ROUNDS = ((2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
+NO_DRAFTS = ((0, 0), *((0, 0, 0),) * 16)
+ROUNDS = ((2, 1), (2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
 
 
 def made(root: Path, kind: str) -> tuple[Path, SpeculativeConfig]:
@@ -167,7 +172,7 @@ def served(
 
 
 def alone_of(model: Model, **options: Any) -> list[list[int]]:
-    return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(((0, 0, 0),) * 16)
+    return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(NO_DRAFTS)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +208,7 @@ def test_graphs_sample_the_tokens_of_steps_with_drafts(
     monkeypatch.delattr(StepGraphs, "upload")
     model = load(make_checkpoint(tmp_path, num_hidden_layers=1), CPU, torch.float32)
     sampling = SamplingParams(max_tokens=9999, seed=5, temperature=1.0, top_k=50)
-    alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(((0, 0, 0),) * 16)
+    alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(NO_DRAFTS)
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=12, recorder=recorder, overlap=overlap)
     steps.capture_all()
@@ -257,7 +262,7 @@ def serve_adapters(
     steps."""
     adapted = [GraphShape(*size, adapted=True) for size in SIZES]
     drafting = Drafting(captured(model, recorder, *adapted, lora=lora), alone, ADAPTERS)
-    texts = drafting.run(((2, 1, 0), (0, 0, 0)))
+    texts = drafting.run(((2, 1), (2, 1, 0), (0, 0, 0)))
     check_begun(texts, alone)
     return drafting.num_steps
 
@@ -266,7 +271,7 @@ def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
     """Steps have tokens of two adapters and of none, in other numbers than the capture."""
     model, lora = with_adapters(tmp_path)
     steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
-    alone = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16)
+    alone = Drafting(steps, adapters=ADAPTERS).run(NO_DRAFTS)
     plain = alone_of(model)
     assert [one == other for one, other in zip(alone, plain, strict=True)] == [False, True, False]
     recorder = RepeatRecorder()
@@ -278,6 +283,6 @@ def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
 def test_no_result_with_adapters_depends_on_the_hosts_data_at_the_capture(tmp_path: Path) -> None:
     model, lora = with_adapters(tmp_path)
     steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
-    alone, recorder = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16), TapeRecorder()
+    alone, recorder = Drafting(steps, adapters=ADAPTERS).run(NO_DRAFTS), TapeRecorder()
     with recorder.interpreting():
         assert serve_adapters(model, lora, recorder, alone) == replayed(recorder)

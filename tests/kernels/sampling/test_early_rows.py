@@ -46,8 +46,9 @@ def as_scheduled(rows: list[Row], planes: int, tables: int) -> dict[str, np.ndar
         sum(row.count for row in rows),
         max(-(-(row.first + row.count) // PAGE_SIZE) for row in rows),
     )
-    width = max(row.most + row.count for row in rows)
+    width = max(row.most + row.count - 1 for row in rows)
     made = {
+        "most": np.array([row.most for row in rows]),
         "guesses": np.full((len(rows), width), GARBAGE),
         "starts": np.cumsum([0, *(row.count for row in rows)]),
         "slots": rng.permutation(NUM_SLOTS)[: len(rows)],
@@ -62,10 +63,9 @@ def as_scheduled(rows: list[Row], planes: int, tables: int) -> dict[str, np.ndar
     }
     for row, each in enumerate(rows):
         made["rejected"][made["slots"][row]] = each.rejected
-        made["guesses"][row, 0] = each.most
         for index in range(each.first - each.most + 1, each.first + each.count):
             if each.count > 1:
-                made["guesses"][row, index - each.first + each.most] = draft(row, index)
+                made["guesses"][row, index - each.first + each.most - 1] = draft(row, index)
         _fill(made, row, each, each.first)
     return made
 
@@ -90,7 +90,11 @@ def sent(column: np.ndarray, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.from_numpy(padded).to(DEVICE, dtype)
 
 
-def check(move: Move, rows: list[Row], planes: int = 1, tables: int = 1) -> None:
+def check(
+    move: Move, rows: list[Row], planes: int = 1, tables: int = 1, num_rows: int | None = None
+) -> None:
+    """`num_rows`: only the first of the given rows are part of the step."""
+    num_rows = len(rows) if num_rows is None else num_rows
     made = as_scheduled(rows, planes, tables)
     positions = torch.from_numpy(made["positions"]).to(DEVICE, torch.int32)
     inputs = RowInputs(
@@ -101,21 +105,22 @@ def check(move: Move, rows: list[Row], planes: int = 1, tables: int = 1) -> None
         [sent(column) for column in made["page_starts"]],
         sent(made["page_ids"]),
     )
-    guesses, slots = sent(made["guesses"]), sent(made["slots"], torch.int64)
-    width, starts = made["guesses"].shape[1], sent(made["starts"])
+    guesses = torch.from_numpy(made["guesses"]).to(DEVICE, torch.int32)
+    most, starts, slots = sent(made["most"]), sent(made["starts"]), sent(made["slots"], torch.int64)
     rejected, sampled = sent(made["rejected"]), sent(made["sampled"])
-    early = EarlyRows(guesses, width, starts, slots, len(rows))
+    count = torch.tensor([num_rows], dtype=torch.int32, device=DEVICE)
+    early = EarlyRows(most[: len(rows)], guesses, starts, slots, count)
     move(early, inputs, rejected, sampled, PAGE_SIZE)
-    for row, each in enumerate(rows):
+    for row, each in enumerate(rows[:num_rows]):
         _fill(made, row, each, each.first - max(min(each.rejected, each.most), 0))
     for name, tensor in (
-        ("guesses", guesses),
         ("rejected", rejected),
         ("token_ids", inputs.token_ids),
         ("lengths", inputs.lengths),
         ("sampled", sampled),
     ):
         assert tensor.tolist() == [*made[name].reshape(-1).tolist(), *[GARBAGE] * PADDING], name
+    assert guesses.tolist() == made["guesses"].tolist()
     assert positions.tolist() == made["positions"].tolist()
     for table, locations in enumerate(inputs.locations):
         assert locations.tolist() == [*made["locations"][table].tolist(), *[GARBAGE] * PADDING]
@@ -145,6 +150,12 @@ def test_rows_begin_earlier_by_the_rejected_drafts(move: Move, rows: list[Row]) 
     check(move, rows)
 
 
+@pytest.mark.parametrize("num_rows", [1, 0])
+def test_padding_after_the_rows(move: Move, num_rows: int) -> None:
+    """A graph has the same number of rows in every step."""
+    check(move, [Row(9, 1, most=3, rejected=3), Row(21, 1, 2, 1)], num_rows=num_rows)
+
+
 def test_every_page_table_and_every_axis_of_positions(move: Move) -> None:
     rows = [Row(9, 4, most=3, rejected=3), Row(21, 2, most=2, rejected=1), Row(5, 1)]
     check(move, rows, planes=3, tables=2)
@@ -152,9 +163,10 @@ def test_every_page_table_and_every_axis_of_positions(move: Move) -> None:
 
 def test_a_step_without_rows(move: Move) -> None:
     words, longs = (torch.full((2,), GARBAGE, dtype=dtype, device=DEVICE) for dtype in DTYPES)
-    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    starts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     inputs = RowInputs(words, words, words, [longs], [words], words)
-    move(EarlyRows(words, 1, starts, longs, 0), inputs, words, words, PAGE_SIZE)
+    rows = EarlyRows(words, words[:, None], starts, longs, starts[:1])
+    move(rows, inputs, words, words, PAGE_SIZE)
     assert words.tolist() == longs.tolist() == [GARBAGE] * 2
 
 
@@ -164,14 +176,15 @@ DTYPES = (torch.int32, torch.int64)
 def test_wrong_arguments() -> None:
     words, longs = (torch.zeros(4, dtype=dtype, device=DEVICE) for dtype in DTYPES)
     rows, inputs = (
-        EarlyRows(words, 2, words, longs, 2),
+        EarlyRows(words[:2], words.view(2, 2), words, longs, words[:1]),
         RowInputs(*[words] * 3, [longs], [words], words),
     )
     for wrong, message in (
         (rows._replace(slots=words), "int64 slots"),
-        (rows._replace(width=3), "4 guesses"),
-        (rows._replace(starts=words[:2]), "2 starts"),
-        (rows._replace(guesses=words[::2]), "contiguous"),
+        (rows._replace(most=words), "4 maxima, inputs of 3 rows"),
+        (rows._replace(starts=words[:2]), "2 maxima, inputs of 1 rows"),
+        (rows._replace(num_rows=words), "2 maxima"),
+        (rows._replace(guesses=words.view(2, 2).T), "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             move_early_rows(wrong, inputs, words, words, PAGE_SIZE)

@@ -19,7 +19,7 @@ GARBAGE = -0x0BADBAD
 NUM_SLOTS = 9
 NO_TOKEN = -2
 
-Verify = Callable[[DraftRows, Tensor, Tensor, Tensor], Tensor]
+Verify = Callable[[DraftRows, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def rows_of(drafts: list[list[int]], sampled: list[list[int]]) -> tuple[DraftRows, Tensor]:
@@ -34,26 +34,30 @@ def rows_of(drafts: list[list[int]], sampled: list[list[int]]) -> tuple[DraftRow
     slots = np.random.default_rng(0).permutation(NUM_SLOTS)[: len(counts)]
     numbers = (starts.astype(np.int32), np.array(token_ids, np.int32), slots)
     firsts, tokens, own = (torch.from_numpy(each).to(DEVICE) for each in numbers)
-    rows = DraftRows(firsts, tokens, own, len(counts), max(counts))
+    rows = DraftRows(firsts, tokens, own, words(1, value=len(counts)))
     return rows, torch.tensor(flat, dtype=torch.int32, device=DEVICE)
 
 
-def check(verify: Verify, drafts: list[list[int]], sampled: list[list[int]]) -> None:
+def words(*size: int, value: int = GARBAGE) -> Tensor:
+    return torch.full(size, value, dtype=torch.int32, device=DEVICE)
+
+
+def check(
+    verify: Verify, drafts: list[list[int]], sampled: list[list[int]], wider: int = 0
+) -> None:
     rows, flat = rows_of(drafts, sampled)
-    newest, rejected = (
-        torch.full((NUM_SLOTS,), GARBAGE, dtype=torch.int32, device=DEVICE) for _ in range(2)
-    )
-    verified = verify(rows, flat, newest, rejected)
-    assert verified.dtype == torch.int32 and verified.is_contiguous()
-    counts, last, *tokens = verified.tolist()
+    newest, rejected = words(NUM_SLOTS), words(NUM_SLOTS)
+    verified = words(len(drafts), 2 + max(map(len, sampled)) + wider)
+    verify(rows, flat, newest, rejected, verified)
     expected_newest, expected_rejected = [GARBAGE] * NUM_SLOTS, [GARBAGE] * NUM_SLOTS
     for row, (own, samples) in enumerate(zip(drafts, sampled, strict=True)):
         accepted = 0
         while accepted < len(own) and own[accepted] == samples[accepted]:
             accepted += 1
-        assert counts[row] == accepted + 1
-        assert last[row] == samples[accepted]
-        assert [column[row] for column in tokens[: len(samples)]] == samples
+        count, last, *tokens = verified[row].tolist()
+        assert count == accepted + 1
+        assert last == samples[accepted]
+        assert tokens[: len(samples)] == samples
         slot = int(rows.slots[row])
         expected_newest[slot] = max(samples[accepted], 0)
         expected_rejected[slot] = len(own) - accepted
@@ -61,14 +65,8 @@ def check(verify: Verify, drafts: list[list[int]], sampled: list[list[int]]) -> 
     assert rejected.tolist() == expected_rejected
 
 
-def filled(size: object, **options: object) -> Tensor:
-    """Return memory with arbitrary content, as torch.empty does on a device in use."""
-    return torch.full(size, GARBAGE, **options)  # type: ignore[call-overload,no-any-return]
-
-
 @pytest.fixture(params=[verify_drafts_reference, verify_drafts_triton, verify_drafts])
-def verify(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Verify:
-    monkeypatch.setattr(torch, "empty", filled)
+def verify(request: pytest.FixtureRequest) -> Verify:
     return request.param  # type: ignore[no-any-return]
 
 
@@ -90,6 +88,7 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(
     verify: Verify, case: tuple[list[list[int]], list[list[int]]]
 ) -> None:
     check(verify, *case)
+    check(verify, *case, wider=3)  # graphs have memory for the maximum number of drafts
 
 
 def test_random_drafts(verify: Verify) -> None:
@@ -101,37 +100,52 @@ def test_random_drafts(verify: Verify) -> None:
 
 
 def test_a_step_without_rows(verify: Verify) -> None:
-    words = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    rows = DraftRows(words, words, nothing, 0, 1)
-    assert verify(rows, words, words, words).shape == (3, 0)
-    assert words.tolist() == [0]
+    rows = DraftRows(words(1, value=0), words(1), words(0).long(), words(1, value=0))
+    by_slot = words(1)
+    verify(rows, words(1), by_slot, by_slot, words(0, 3))
+    assert by_slot.tolist() == [GARBAGE]
 
 
-def test_padding_after_the_rows(verify: Verify) -> None:
-    """Inputs of graphs are longer than the step."""
+@pytest.mark.parametrize("num_rows", [2, 0])
+def test_padding_after_the_rows(verify: Verify, num_rows: int) -> None:
+    """Inputs and results of graphs are longer than the step."""
     rows, sampled = rows_of([[5, 6], [7]], [[5, 1, 2], [7, 8]])
-    padded = rows._replace(
-        starts=torch.cat((rows.starts, rows.starts[-1:].expand(3) + 2)),
-        token_ids=torch.cat((rows.token_ids, rows.token_ids)),
-        slots=torch.cat((rows.slots, rows.slots)),
+    padded = DraftRows(
+        torch.cat((rows.starts, rows.starts[-1:].expand(2) + 2)),
+        torch.cat((rows.token_ids, rows.token_ids)),
+        torch.cat((rows.slots, rows.slots)),
+        words(1, value=num_rows),
     )
-    results = []
-    for each in (rows, padded):
-        by_slot = torch.zeros(2, NUM_SLOTS, dtype=torch.int32, device=DEVICE)
-        results.append((verify(each, sampled, *by_slot).tolist(), by_slot.tolist()))
-    assert results[0] == results[1]
+    by_slot, verified = words(2, NUM_SLOTS), words(4, 5)
+    verify(padded, sampled, *by_slot, verified)
+    assert (verified[num_rows:] == GARBAGE).all()
+    if num_rows:
+        expected, own = words(2, NUM_SLOTS), words(2, 5)
+        verify(rows, sampled, *expected, own)
+        assert verified[:num_rows].tolist() == own.tolist()
+        assert by_slot.tolist() == expected.tolist()
+    else:
+        assert (by_slot == GARBAGE).all()
+
+
+def test_rows_without_tokens(verify: Verify) -> None:
+    """So a graph verifies nothing after a step without drafts, which may have early rows."""
+    rows, sampled = rows_of([[5, 6], [7]], [[5, 1, 2], [7, 8]])
+    by_slot, verified = words(2, NUM_SLOTS), words(2, 5)
+    verify(rows._replace(starts=words(3, value=0)), sampled, *by_slot, verified)
+    assert (by_slot == GARBAGE).all() and (verified == GARBAGE).all()
 
 
 def test_wrong_arguments() -> None:
     rows, sampled = rows_of([[1], [2]], [[1, 2], [2, 3]])
-    newest = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=DEVICE)
+    newest, verified = words(NUM_SLOTS), words(2, 4)
     for wrong in (
         rows._replace(starts=rows.starts[1:]),
         rows._replace(slots=rows.slots[1:]),
         rows._replace(slots=rows.slots.int()),
         rows._replace(token_ids=rows.token_ids.float()),
+        rows._replace(num_rows=words(2)),
     ):
-        check_refused("int", verify_drafts, wrong, sampled, newest, newest)
-    check_refused("int32", verify_drafts, rows, sampled.long(), newest, newest)
-    check_refused("contiguous", verify_drafts, rows, sampled[::2], newest, newest)
+        check_refused("int", verify_drafts, wrong, sampled, newest, newest, verified)
+    check_refused("int32", verify_drafts, rows, sampled.long(), newest, newest, verified)
+    check_refused("contiguous", verify_drafts, rows, sampled[::2], newest, newest, verified)

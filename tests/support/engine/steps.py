@@ -87,7 +87,7 @@ class Steps:
         self.pool, self.host_pool, self.stream = backend.pool, backend.host_pool, backend.stream
         made_on(self.stream, lambda: self.pool.tensor.fill_(0xFF))  # NaN
         self.table = SlotTable(
-            num_slots, context_length, page_size, layout.windows, layout.state_pages
+            num_slots, context_length, page_size, layout.windows, layout.state_pages, page_size - 1
         )
         self.features = every_feature(
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
@@ -157,14 +157,15 @@ class Steps:
         """Launch one step over (slot, start, end) rows, and read the result of the previous step.
 
         Args:
-            verify: the tokens of a row after its first one are drafts, from the token table.
+            verify: the tokens of a row after its first one are drafts, from the token table. If
+                no row has any, it is a decode step.
         """
         slots, starts, ends = np.array(rows, np.int32).T
         early = np.maximum(starts - self.table.known[slots], 0)
         mode = ForwardMode.MIXED if samples is not None else _mode(starts, ends)
         batch = ScheduleBatch(
             step=next(self._numbers),
-            mode=ForwardMode.VERIFY if verify else mode,
+            mode=ForwardMode.VERIFY if verify and (ends - starts > 1).any() else mode,
             slots=slots.copy(),
             starts=starts.copy(),
             ends=ends.copy(),

@@ -318,14 +318,14 @@ class _Model:
     def verified(self, n: int) -> None:
         """Verify as many drafts as other steps have rows, which needs no other code."""
         tokens, by_slot = _ints(n * (1 + n)), _ints(NUM_SLOTS)
-        rows = DraftRows(_ints(n + 1), tokens, _longs(n), n, 1 + n)
-        verify_drafts(rows, tokens, by_slot, by_slot)
+        rows = DraftRows(_ints(n + 1), tokens, _longs(n), _ints(1))
+        verify_drafts(rows, tokens, by_slot, by_slot, _ints(n, 2 + 1 + n))
 
     def moved(self, n: int) -> None:
         """Move rows that begin early, with as many tokens as other steps have rows, in one page
         table and in two."""
         words, longs = _ints(n * (1 + n)), _longs(n * (1 + n))
-        rows = EarlyRows(words, n, _ints(n + 1), longs, n)
+        rows = EarlyRows(_ints(n), _ints(n, 2 * n), _ints(n + 1), longs, _ints(1))
         for tables in (1, 2):
             inputs = RowInputs(words, words, words, [longs] * tables, [words] * tables, words)
             move_early_rows(rows, inputs, _ints(NUM_SLOTS), words, self.page_size)

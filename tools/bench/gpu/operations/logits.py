@@ -1,11 +1,11 @@
 """Operations on rows of logits: sampling compared with the usual sort, logprobs, penalties. Also
-the verification of drafts, which follows.
+the verification of drafts, which follows, and the move of rows after it.
 
 The lower bound of each is one read of the logits. The error of sampling is the share of rows whose
 token differs from the reference's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
+from kernels.sampling.early_rows import (
+    EarlyRows,
+    RowInputs,
+    move_early_rows,
+    move_early_rows_reference,
+)
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties
 from kernels.sampling.sample import SamplingColumns, sample, sample_reference
@@ -21,13 +27,15 @@ from tools.bench.gpu.operation import Compared, Make, Op
 from tools.bench.gpu.setting import Floor, Setting
 
 NEAR_TIES = 0.02  # share of rows that may differ, because two tokens are within rounding error
+DRAFTS = 3
+ROW_TOKENS = 1 + DRAFTS
 
 
 def ops(setting: Setting) -> Iterator[Make]:
     for rows in setting.sized((64, 128), (3,)):
         for kind in ("greedy", "temperature", "top-k and top-p, mixed"):
             yield partial(_sample, setting, rows, kind)
-    for make in (_logprobs, _penalties, _bitmask, _verify):
+    for make in (_logprobs, _penalties, _bitmask, _verify, _move):
         yield partial(make, setting, setting.sized(64, 3))
 
 
@@ -159,23 +167,76 @@ def _bitmask(setting: Setting, rows: int) -> Op:
 
 
 def _verify(setting: Setting, rows: int) -> Op:
-    tokens_per_row = 1 + 3  # a token, and drafts
-    num_tokens = rows * tokens_per_row
-    starts = torch.arange(0, num_tokens + 1, tokens_per_row, device=setting.device).int()
-    token_ids, sampled = (setting.integers(2, num_tokens) for _ in range(2))  # half are right
-    slots = torch.arange(rows, device=setting.device)
-    step = DraftRows(starts, token_ids, slots, rows, tokens_per_row)
-    own, exact = torch.zeros(2, 2, rows, dtype=torch.int32, device=setting.device)
+    token_ids, sampled = (setting.integers(2, rows * ROW_TOKENS) for _ in range(2))  # half right
+    step = DraftRows(_starts(setting, rows), token_ids, *_slots(setting, rows))
+    # The newest tokens, the numbers of rejected drafts, and the result.
+    own, exact = (
+        [setting.integers(1, *size) for size in ((rows,), (rows,), (rows, 2 + ROW_TOKENS))]
+        for _ in range(2)
+    )
 
-    def compare(found: Tensor) -> Compared:
-        yield found, verify_drafts_reference(step, sampled, *exact)
-        yield own, exact
+    def compare(_: None) -> Compared:
+        verify_drafts_reference(step, sampled, *exact)
+        yield from zip(own, exact, strict=True)
 
     return Op(
         "verify_drafts",
-        f"[{rows}, {tokens_per_row}]",
+        f"[{rows}, {ROW_TOKENS}]",
         lambda: verify_drafts(step, sampled, *own),
         Floor("read", token_ids.nbytes + sampled.nbytes),
         compare,
         peers={"torch": lambda: verify_drafts_reference(step, sampled, *exact)},
     )
+
+
+def _move(setting: Setting, rows: int) -> Op:
+    num_tokens, length, page_size = rows * ROW_TOKENS, 200, 16
+    most = setting.integers(1, rows) + DRAFTS
+    guesses = setting.integers(1000, rows, 2 * DRAFTS)
+    step = EarlyRows(most, guesses, _starts(setting, rows), *_slots(setting, rows))
+    rejected, num_pages = setting.integers(1 + DRAFTS, rows), -(-length // page_size)
+    fresh = [
+        setting.integers(1000, num_tokens),  # ids
+        setting.integers(1, num_tokens) + length,  # positions
+        setting.integers(1, rows) + length,  # lengths
+        setting.integers(1, num_tokens, dtype=torch.int64),  # locations
+        setting.integers(1, num_tokens) + length,  # positions of samples
+    ]
+    page_starts = torch.arange(rows, dtype=torch.int32, device=setting.device) * num_pages
+    page_ids = setting.integers(4096, rows * num_pages)
+    own, exact = ([each.clone() for each in fresh] for _ in range(2))
+
+    def moved(move: Callable[..., None], columns: list[Tensor]) -> None:
+        ids, positions, lengths, locations, samples = columns
+        inputs = RowInputs(ids, positions, lengths, [locations], [page_starts], page_ids)
+        move(step, inputs, rejected, samples, page_size)
+
+    def prepare() -> None:
+        for columns in (own, exact):
+            for column, each in zip(columns, fresh, strict=True):
+                column.copy_(each)
+
+    def compare(_: None) -> Compared:
+        moved(move_early_rows_reference, exact)
+        yield from zip(own, exact, strict=True)
+
+    return Op(
+        "move_early_rows",
+        f"[{rows}, {ROW_TOKENS}]",
+        lambda: moved(move_early_rows, own),
+        Floor("read", 2 * sum(each.nbytes for each in fresh)),
+        compare,
+        peers={"torch": lambda: moved(move_early_rows_reference, exact)},
+        prepare=prepare,
+    )
+
+
+def _starts(setting: Setting, rows: int) -> Tensor:
+    """Return where the tokens of rows with drafts start."""
+    return torch.arange(0, rows * ROW_TOKENS + 1, ROW_TOKENS, device=setting.device).int()
+
+
+def _slots(setting: Setting, rows: int) -> tuple[Tensor, Tensor]:
+    """Return a slot of each row, and the number of rows."""
+    num_rows = torch.tensor([rows], dtype=torch.int32, device=setting.device)
+    return torch.arange(rows, device=setting.device), num_rows
