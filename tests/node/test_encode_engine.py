@@ -20,7 +20,7 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.models.vision.encoder_thread import EncoderThread
 from kvtransfer.messages import Embeddings, HandoffId
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
-from tests.kvtransfer.search.prefix_sides import Posts
+from tests.kvtransfer.search.sides.prefix import Posts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.vision import SIDE, make_vision_checkpoint
 
