@@ -256,8 +256,8 @@ def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
     """Check which callers a process accepts, and how Baton's processes authenticate."""
     try:
         identity = identity_of(role, "baton check", server.secret_file)
-        asked = identity is not None or mutual
-        program.check_exposure(server.host, asked=asked, insecure=server.insecure)
+        authenticated = identity is not None or mutual
+        program.check_exposure(server.host, authenticated=authenticated, insecure=server.insecure)
     except ConfigError as error:
         return Finding("callers", "fails", str(error))
     if identity is not None:
