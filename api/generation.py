@@ -164,25 +164,25 @@ class PriorityLimits:
         self._highest = highest
         self._low_values_first = low_values_first
 
-    def decide(self, asked: int | None, client: Client) -> int:
+    def decide(self, requested: int | None, client: Client) -> int:
         """Return the priority of a request.
 
         Args:
-            asked: the client's value. None: not set. Many clients send 0 by default, so 0 does not
-                raise a lower default.
+            requested: the client's value. None: not set. Many clients send 0 by default, so 0 does
+                not raise a lower default.
 
         Raises:
             InvalidRequest: the value is above the client's limit or below the lowest priority.
         """
         highest = self._highest if client.priority is None else client.priority
-        if asked is None:
+        if requested is None:
             return highest
-        if asked == 0:
+        if requested == 0:
             return min(highest, 0)
-        priority = -asked if self._low_values_first else asked
+        priority = -requested if self._low_values_first else requested
         if not LOWEST <= priority <= highest:
             ends = (-highest, -LOWEST) if self._low_values_first else (LOWEST, highest)
-            raise InvalidRequest(f"priority must be in [{ends[0]}, {ends[1]}], got {asked}")
+            raise InvalidRequest(f"priority must be in [{ends[0]}, {ends[1]}], got {requested}")
         return priority
 
 
@@ -218,7 +218,7 @@ class Dispatcher:
 
     async def generate(
         self,
-        wanted: GenerateParams,
+        request: GenerateParams,
         client: Client,
         write: Write,
         traceparent: str = "",
@@ -237,44 +237,44 @@ class Dispatcher:
         Raises:
             ServingError: the request failed, and there is no last piece.
         """
-        request_id = wanted.request_id or new_request_id()
-        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # for logs, in case it is too long
+        request_id = request.request_id or new_request_id()
+        label = request.label[: validation.MAX_LABEL_CHARACTERS]  # for logs, in case it is too long
         with self._records.begin(request_id, label, client.name, traceparent) as record:
-            validation.check_label(wanted.label)
-            budget_s = validation.budget_s(wanted.timeout_s, self._budget.total_s)
-            priority = self._priorities.decide(wanted.priority, client)
+            validation.check_label(request.label)
+            budget_s = validation.budget_s(request.timeout_s, self._budget.total_s)
+            priority = self._priorities.decide(request.priority, client)
             with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client, priority):
                     queue_s = budget_s * self._budget.queue_share
                     due = RequestDue(time.monotonic() + queue_s, deadline, priority)
                     self._cluster.check_in_time(due)
                     job = await validation.parse(
-                        wanted,
+                        request,
                         request_id,
                         self._model.prompts,
                         self._model.limits,
                         client,
                         priority,
-                        self._cluster.adapters.of(wanted.adapter),
+                        self._cluster.adapters.of(request.adapter),
                         self._stream_interval,
                     )
                     record.timeline.tokenized = time.monotonic()
-                    sink = ResponseSink(self._builder(job, wanted), write, offer, record, client)
-                    cluster, session_id = self._cluster, wanted.session_id
+                    sink = ResponseSink(self._builder(job, request), write, offer, record, client)
+                    cluster, session_id = self._cluster, request.session_id
                     await Generation(job.spec, due, sink, record, cluster, session_id).run()
                     # After the Cancel to the node, so that a slow client does not delay it.
                     record.finish(sink.last.finish_reason, sink.last.cached_tokens)
                     await sink.flush()
 
-    def _builder(self, job: TokenizedRequest, wanted: GenerateParams) -> ResponseBuilder:
+    def _builder(self, job: TokenizedRequest, request: GenerateParams) -> ResponseBuilder:
         tokenizer = self._model.tokenizer
         return ResponseBuilder(
-            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(wanted.shown)),
+            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(request.shown)),
             None if job.stops is None else job.stops.begin(),
             _options(
                 job,
                 tokenizer.spelling,
-                silent=wanted.silent,
+                silent=request.silent,
                 returns_cached_tokens=self._returns_cached_tokens,
             ),
         )
@@ -325,7 +325,7 @@ class ResponseSink:
 def _options(
     job: TokenizedRequest, spell: Spell, *, silent: bool, returns_cached_tokens: bool
 ) -> ResponseOptions:
-    params = job.asked
+    params = job.client_sampling
     report_token = report_prompt = None
     if params.logprobs >= 0:
         report_token = partial(token_report, num_top=params.logprobs, spell=spell)

@@ -64,18 +64,18 @@ class Cors:
             *vary,
         )
 
-    def preflight(self, path: str, origin: str, wanted: str) -> Headers:
+    def preflight(self, path: str, origin: str, header_names: str) -> Headers:
         """Return CORS headers of a preflight response. Empty if the page may not send the request.
 
         Args:
-            wanted: the headers that the page would send.
+            header_names: names of the headers that the page would send.
         """
         if not path.startswith(_PATHS) or not self._allows(origin):
             return ()
-        named = len(wanted) <= _MAX_NAMES_CHARACTERS and _NAMES.fullmatch(wanted)
+        named = len(header_names) <= _MAX_NAMES_CHARACTERS and _NAMES.fullmatch(header_names)
         return (
             ("access-control-allow-methods", "GET, POST"),
-            *((("access-control-allow-headers", wanted),) if named else ()),
+            *((("access-control-allow-headers", header_names),) if named else ()),
             ("access-control-max-age", str(_KEPT_S)),
         )
 
@@ -239,8 +239,8 @@ class HttpChecks:
     def _preflight(self, request: HttpRequest) -> web.Response | None:
         if request.method != "OPTIONS" or not request.header("access-control-request-method"):
             return None
-        wanted = request.header("access-control-request-headers")
-        headers = self._cors.preflight(request.route, request.header("origin"), wanted)
+        header_names = request.header("access-control-request-headers")
+        headers = self._cors.preflight(request.route, request.header("origin"), header_names)
         return whole(200, b"", headers=headers) if headers else None
 
     def _access(self, request: HttpRequest) -> web.Response | None:

@@ -76,12 +76,12 @@ class IdempotencyCache:
         return len(self._answers)
 
     def retry(
-        self, client: Client, key: str, asked: Callable[[], bytes], request_id: str
+        self, client: Client, key: str, content: Callable[[], bytes], request_id: str
     ) -> IdempotentRetry | None:
         """Return the state of a request with a key, or None if keys are ignored.
 
         Args:
-            asked: returns the content of the request.
+            content: returns the content of the request.
             request_id: used if this is the first request with the key.
 
         Raises:
@@ -90,7 +90,7 @@ class IdempotencyCache:
         if not self._keep_s:
             return None
         check_at_most("the idempotency key", len(key), "characters", MAX_KEY_CHARACTERS)
-        digest = hashlib.sha256(asked()).digest()
+        digest = hashlib.sha256(content()).digest()
         first = self._answers.get((client.name, key, 0))
         if first is None:
             return IdempotentRetry(client.name, key, digest, request_id)
@@ -100,7 +100,7 @@ class IdempotencyCache:
 
     async def generate(
         self,
-        wanted: GenerateParams,
+        request: GenerateParams,
         client: Client,
         write: Write,
         traceparent: str = "",
@@ -117,28 +117,28 @@ class IdempotencyCache:
         name = (retry.client, retry.key, index)
         answer = self._answers.get(name)
         if answer is None or answer.retry.digest != retry.digest or answer.task.cancelling():
-            answer = self._begin(name, retry, wanted, client, traceparent)
-        await answer.follow(wanted.prompt, write, self._keep_s)
+            answer = self._begin(name, retry, request, client, traceparent)
+        await answer.follow(request.prompt, write, self._keep_s)
 
     def _begin(
         self,
         name: Name,
         retry: IdempotentRetry,
-        wanted: GenerateParams,
+        request: GenerateParams,
         client: Client,
         traceparent: str,
     ) -> "_Answer":
         self._forget(name)
-        if wanted.drawn:
-            sampling = msgspec.structs.replace(wanted.sampling, seed=retry.seed(name[2]))
-            wanted = msgspec.structs.replace(wanted, sampling=sampling)
+        if request.drawn:
+            sampling = msgspec.structs.replace(request.sampling, seed=retry.seed(name[2]))
+            request = msgspec.structs.replace(request, sampling=sampling)
         answer = _Answer(
             retry,
-            wanted.prompt.rendering,
+            request.prompt.rendering,
             lambda answer, num_bytes: self._grown(name, answer, num_bytes),
         )
         self._answers[name] = answer
-        work = self.dispatcher.generate(wanted, client, answer.write, traceparent, answer.offer)
+        work = self.dispatcher.generate(request, client, answer.write, traceparent, answer.offer)
         answer.task = asyncio.create_task(work)
         answer.task.add_done_callback(lambda task: self._over(name, answer, task))
         self._grown(name, answer, _ANSWER_BYTES)

@@ -116,10 +116,10 @@ def main() -> int:
     options = parser().parse_args()
     try:
         traffic = _traffic(options)
-        cluster = Hardware(options.gpus.number, options.gpus.kind, options.model, options.path)
-        objectives = LatencyTargets(options.ttft, options.tpot)
-        plan = make_plan(cluster, traffic, objectives)
-        verification = _verification(plan, cluster, traffic, objectives, options)
+        hardware = Hardware(options.gpus.number, options.gpus.kind, options.model, options.path)
+        targets = LatencyTargets(options.ttft, options.tpot)
+        plan = make_plan(hardware, traffic, targets)
+        verification = _verification(plan, hardware, traffic, targets, options)
     except ValueError as error:
         wrong(PROGRAM, str(error))
     if options.json:
@@ -131,16 +131,16 @@ def main() -> int:
 
 def _verification(
     plan: Plan,
-    cluster: Hardware,
+    hardware: Hardware,
     traffic: Traffic,
-    objectives: LatencyTargets,
+    targets: LatencyTargets,
     options: argparse.Namespace,
 ) -> Verification | None:
     """Return the best layouts in virtual time, or None without --verify or without such layouts."""
     if not options.verify or not plan.candidates[0].capacity:
         return None
     limit_s = options.verify_limit
-    return verify(plan, cluster, traffic, objectives, count=options.verify, limit_s=limit_s)
+    return verify(plan, hardware, traffic, targets, count=options.verify, limit_s=limit_s)
 
 
 def _lines(
@@ -196,7 +196,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
 
 
 def _verified_lines(
-    verification: Verification, plan: Plan, objectives: LatencyTargets
+    verification: Verification, plan: Plan, targets: LatencyTargets
 ) -> Iterator[str]:
     """Yield the table of layouts in virtual time.
 
@@ -213,14 +213,14 @@ def _verified_lines(
             "runs",
             "",
         ),
-        [_verified_row(each, objectives) for each in verification.layouts],
+        [_verified_row(each, targets) for each in verification.layouts],
     )
     yield ""
     yield verification.verdict
 
 
-def _verified_row(one: Verified, objectives: LatencyTargets) -> tuple[str, ...]:
-    run = one.highest_within(objectives)
+def _verified_row(one: Verified, targets: LatencyTargets) -> tuple[str, ...]:
+    run = one.highest_within(targets)
     figures = (run.ttft, run.tpot) if run else (None, None)
     capacity = "none" if one.capacity == 0 else "no time left"
     return (

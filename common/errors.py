@@ -156,3 +156,18 @@ class EngineFault(ServingError):
 
 class RankLost(EngineFault):
     """Another rank of this node has ended or does not respond in time."""
+
+
+# Errors of a request that a node may report, by their gRPC status code. A receiver replaces errors
+# with other codes.
+REQUEST_ERRORS: dict[int, type[ServingError]] = {
+    error.status.value[0]: error
+    for error in (
+        InvalidRequest,
+        Overloaded,
+        RequestAborted,
+        DeadlineExceeded,
+        NodeUnavailable,
+        RequestFailed,
+    )
+}

@@ -324,5 +324,5 @@ def _complete(state: DecodeState) -> None:
     """Copy the times that the scheduler records in the request."""
     request, timings = state.request, state.timings
     timings.admitted, timings.away = request.admitted, request.away
-    timings.cached_tokens, timings.loads = request.cached_tokens, request.bringing
+    timings.cached_tokens, timings.loads = request.cached_tokens, request.loads
     timings.encoded = request.encoded

@@ -105,8 +105,10 @@ class PrefixLocations:
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
             return placement.prefix_hints
         wanted = request.token_ids, request.namespace
-        way = None if self._tiers is None else self._tiers.way(*wanted)
-        num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
+        match = None if self._tiers is None else self._tiers.way(*wanted)
+        num_tokens = (
+            self._cache.match(*wanted).num_tokens if match is None else len(match.token_ids)
+        )
         if num_tokens < WORTH_NAMING_TOKENS:
             return placement.prefix_hints
         return (PrefixHint(placement.own_address, num_tokens), *placement.prefix_hints)[:MAX_HINTS]

@@ -96,7 +96,7 @@ class PlannedEncoder:
                 f"{engine.model}: the image encoder takes {needed / 2**30:.2f} GiB, and "
                 f"{free / 2**30:.2f} GiB of {device} may be used"
             )
-        layout = whole_layout(engine, opened.servable.spec, dtype, device)
+        layout = whole_layout(engine, opened.loadable.spec, dtype, device)
         num_pages = config.embedding_bytes // layout.page_bytes
         if not num_pages:
             raise ConfigError(
@@ -234,7 +234,7 @@ def body(begin: Begin, first: StartRole) -> None:
     """Serve until the frontend releases this process."""
     start: EngineStart[EncodeConfig] = begin(first)
     loaded = LoadedEncoder.load(start.config)
-    spec, pool, channel = loaded.opened.servable.spec, loaded.pool, start.channel
+    spec, pool, channel = loaded.opened.loadable.spec, loaded.pool, start.channel
     pages = PageAllocator(pool.num_pages)
     clock = TurnClock()
     transfer = _make_transfer(start, loaded, clock)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def check(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, servable: LoadableModel
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, loadable: LoadableModel
 ) -> None:
     """Raise ConfigError if this process cannot guarantee batch invariance for the model."""
     parallel = config.parallel
@@ -54,29 +54,29 @@ def check(
             parallel.tp > 1 and (parallel.collectives == "gloo" or parallel.hosts > 1)
         ),
         "ranks of a model that the Transformers library computes are not supported: set "
-        "engine.parallel.tp to 1": parallel.tp > 1 and servable.backend != "native",
+        "engine.parallel.tp to 1": parallel.tp > 1 and loadable.backend != "native",
         "models with images are not supported: serve a model of text": (
-            servable.spec.image_token_side > 0
+            loadable.spec.image_token_side > 0
         ),
     }.items():
         if found:
             raise ConfigError(f"{_SETTING}: {problem}")
     if device.type == "cpu":
-        _check_kernels(config, dtype, servable)
+        _check_kernels(config, dtype, loadable)
     else:
-        _check_gpu(config, device, servable)
+        _check_gpu(config, device, loadable)
 
 
-def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableModel) -> None:
+def _check_gpu(config: EngineConfig, device: torch.device, loadable: LoadableModel) -> None:
     for problem, found in {
         "ranks on GPUs add in an order that NCCL chooses: set engine.parallel.tp to 1": (
             config.parallel.tp > 1
         ),
         "models of the Transformers library are not supported on GPUs": (
-            servable.backend != "native"
+            loadable.backend != "native"
         ),
         "models with recurrent states are not supported on GPUs": any(
-            layer.cells for layer in servable.spec.layers
+            layer.cells for layer in loadable.spec.layers
         ),
         "this GPU has not been verified with these kernels and these releases of torch "
         "and Triton: run python -m tools.bench.gpu --parts compile bits": (not has_passed(device)),
@@ -85,7 +85,7 @@ def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableMod
             raise ConfigError(f"{_SETTING}: {problem}, or set engine.device to cpu")
 
 
-def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableModel) -> None:
+def _check_kernels(config: EngineConfig, dtype: torch.dtype, loadable: LoadableModel) -> None:
     operators = devices.compiled_for(torch.device("cpu"))
     if operators is None:
         remedy = (
@@ -94,7 +94,7 @@ def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableM
             else "install a C++ compiler, or use the container image"
         )
         raise ConfigError(f"{_SETTING} needs the compiled CPU kernels: {remedy}")
-    int8 = config.quantize == "int8" or servable.spec.format == INT8
+    int8 = config.quantize == "int8" or loadable.spec.format == INT8
     for needed in (dtype, torch.int8) if int8 else (dtype,):
         if not operators.multiplies(needed):
             names = [

@@ -462,7 +462,7 @@ def assemble(
 
 def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
-    memory = WeightsInMemory(loaded.model, loaded.servable, loaded.region)
+    memory = WeightsInMemory(loaded.model, loaded.loadable, loaded.region)
     return WeightUpdater(config, loaded.directory, loaded.weights_id.result(), memory, others)
 
 

@@ -66,7 +66,7 @@ class OpenedModel:
     """A checkpoint to be loaded, in a process that is set up for its device."""
 
     directory: Path
-    servable: LoadableModel
+    loadable: LoadableModel
     device: torch.device
     precision: Precision
 
@@ -84,7 +84,7 @@ class LoadedModel:
     """
 
     directory: Path
-    servable: LoadableModel
+    loadable: LoadableModel
     model: Model
     constants: Mapping[str, str]
     tokenizer_hash: str
@@ -137,9 +137,9 @@ def load(
     """
     opened = open_model(config)
     if config.batch_invariant:
-        batch_invariance.check(config, opened.device, opened.precision.dtype, opened.servable)
+        batch_invariance.check(config, opened.device, opened.precision.dtype, opened.loadable)
     weights_id = named_weights(opened)
-    check_features(config, opened.servable.backend)
+    check_features(config, opened.loadable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
@@ -181,10 +181,10 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
         choose_early_launch(device, wanted=config.early_launch)
         devices.use_batch_invariant(config.batch_invariant)
     directory = model_directory(config.model, weights=True)
-    servable = open_checkpoint(directory, config.model_backend, config.speculative)
+    loadable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    use_operations(config, device, precision.dtype, servable.spec)
-    return OpenedModel(directory, servable, device, precision)
+    use_operations(config, device, precision.dtype, loadable.spec)
+    return OpenedModel(directory, loadable, device, precision)
 
 
 def load_part(
@@ -198,7 +198,7 @@ def load_part(
     """
     device = opened.device
     target = LoadTarget(device, opened.precision.dtype, config.quantize, share)
-    needed = opened.servable.weight_bytes(target)
+    needed = opened.loadable.weight_bytes(target)
     free = usable_bytes(device, config)
     if needed > free:
         raise ConfigError(
@@ -206,11 +206,11 @@ def load_part(
             f"GiB of {device} may be used (engine.cache.memory_fraction "
             f"{config.cache.memory_fraction})"
         )
-    model = opened.servable.load(target)
+    model = opened.loadable.load(target)
     region = None
     if (memory := releasable_memory(config, device)) is not None:
         try:
-            region = relocated(opened.servable.tensors(model), memory)
+            region = relocated(opened.loadable.tensors(model), memory)
         except CudaError as error:
             raise ConfigError(
                 f"engine.memory_saver: the weights cannot be moved: {error}"
@@ -240,7 +240,7 @@ def _loaded(
         kv(
             device=str(model.device),
             ranks=share.num_ranks,
-            computed=opened.servable.computed,
+            computed=opened.loadable.computed,
             dtype=str(opened.precision),
             reason=opened.precision.because,
             quantize=fields["quantize"],
@@ -250,7 +250,7 @@ def _loaded(
     )
     return LoadedModel(
         opened.directory,
-        opened.servable,
+        opened.loadable,
         model,
         fields,
         tokenizer_hash(opened.directory),
@@ -267,17 +267,17 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
     rounding = rounding_of(
         opened.device,
         config.quantize,
-        opened.servable.spec.format,
+        opened.loadable.spec.format,
         ranks=config.parallel.tp,
     )
     # Nodes without batch invariance may use each other's KV, even if their arithmetic differs.
     arithmetic = {}
     if config.batch_invariant:
         arithmetic["arithmetic"] = batch_invariance.arithmetic(
-            config.parallel.tp, opened.servable.backend, opened.device
+            config.parallel.tp, opened.loadable.backend, opened.device
         )
     fields = {"dtype": str(opened.precision), "quantize": rounding}
-    return {**constants(opened.servable), **fields, **arithmetic}
+    return {**constants(opened.loadable), **fields, **arithmetic}
 
 
 def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:
@@ -391,7 +391,7 @@ def usable_bytes(device: torch.device, config: EngineConfig) -> int:
 def named_weights(opened: OpenedModel) -> Future[WeightsId]:
     """Compute the id of the weights while they are loaded, so that each file is read from disk
     once."""
-    stored = stored_of(opened.servable, opened.directory)
+    stored = stored_of(opened.loadable, opened.directory)
     worker = ThreadPoolExecutor(1, "weights")
     try:
         return worker.submit(content, stored)

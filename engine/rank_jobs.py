@@ -212,7 +212,7 @@ class RankWeights:
             raise ConfigError(
                 f"{self.source.directory}: the files have changed since they were read"
             )
-        self.memory.move_experts(self.source.servable, moves)
+        self.memory.move_experts(self.source.loadable, moves)
 
 
 class JobReply(Protocol):

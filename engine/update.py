@@ -48,15 +48,15 @@ class WeightSource:
     """
 
     directory: Path
-    servable: LoadableModel
+    loadable: LoadableModel
     stamps: FileStamps
     received: ReceivedFile | None = None
 
     @classmethod
     def of(
-        cls, directory: Path, servable: LoadableModel, received: ReceivedFile | None = None
+        cls, directory: Path, loadable: LoadableModel, received: ReceivedFile | None = None
     ) -> "WeightSource":
-        return cls(directory, servable, file_stamps(directory), received)
+        return cls(directory, loadable, file_stamps(directory), received)
 
     @property
     def is_unchanged(self) -> bool:
@@ -84,15 +84,15 @@ class WeightsInMemory:
     served: LoadableModel
     region: Region | None = None
 
-    def refill(self, servable: LoadableModel) -> None:
+    def refill(self, loadable: LoadableModel) -> None:
         """Replace the weights by those of a checkpoint. Raise as LoadableModel.refill does."""
         self.map()
-        servable.refill(self.model)
+        loadable.refill(self.model)
         self._settle()
 
-    def move_experts(self, servable: LoadableModel, moves: Mapping[str, LayerSlots]) -> None:
+    def move_experts(self, loadable: LoadableModel, moves: Mapping[str, LayerSlots]) -> None:
         """Read the experts of other slots, by layer, from the current weights' checkpoint."""
-        servable.move_experts(self.model, moves)
+        loadable.move_experts(self.model, moves)
         self._settle()
 
     def release(self) -> None:
@@ -239,7 +239,7 @@ class WeightUpdater:
             return self._exported[1]
         try:
             with source.received or nullcontext():
-                stored = stored_of(source.servable, source.directory)
+                stored = stored_of(source.loadable, source.directory)
             file = OneFile(stored, source.received)
             self._exported = source, file
             return file
@@ -394,7 +394,7 @@ class WeightUpdater:
             others = (
                 None if self._others is None else self._others.refill(source.directory, weights)
             )
-            self._memory.refill(source.servable)
+            self._memory.refill(source.loadable)
             if others is not None:
                 others.result(_RANKS_S)
         except (ConfigError, EngineFault, *UNREADABLE) as error:
@@ -411,7 +411,7 @@ class WeightUpdater:
         assert self._others is not None
         with source.received or nullcontext():
             others = self._others.move_experts(moves)
-            self._memory.move_experts(source.servable, moves)
+            self._memory.move_experts(source.loadable, moves)
             for each in others:
                 each.result(_RANKS_S)
 
@@ -427,7 +427,7 @@ class WeightUpdater:
         if source is None:
             raise FailedPrecondition(_NOWHERE)
         try:
-            if content(stored_of(source.servable, source.directory)) != self.id:
+            if content(stored_of(source.loadable, source.directory)) != self.id:
                 raise FailedPrecondition("weights: the files have changed since they were read")
         except (ConfigError, *UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error

@@ -377,15 +377,15 @@ class TierLoadQueue(WaitingRequests):
         super().__init__()
         self._tiers = tiers
         self._scheduler = scheduler
-        self._ways: dict[int, TierMatch] = {}  # by key, of requests for which `put` follows
+        self._matches: dict[int, TierMatch] = {}  # by key, of requests for which `put` follows
         self._over: list[int] = []  # keys to yield
 
     def needed_by(self, request: Request) -> bool:
         """Return whether enough of its prefix is in an offload tier to load it."""
-        way = self._tiers.way(request.reusable_tokens, request.namespace)
-        if way is not None:
-            self._ways[request.key] = way
-        return way is not None
+        match = self._tiers.way(request.reusable_tokens, request.namespace)
+        if match is not None:
+            self._matches[request.key] = match
+        return match is not None
 
     def put(self, request: Request) -> None:
         """Add a request, directly after `needed_by` returned True."""
@@ -397,8 +397,8 @@ class TierLoadQueue(WaitingRequests):
                 self._over.append(key)
 
         room = self._scheduler.free_capacity().num_pages
-        if self._tiers.bring(self._ways.pop(key), room, over):
-            request.bringing.append(time.monotonic())
+        if self._tiers.load_match(self._matches.pop(key), room, over):
+            request.loads.append(time.monotonic())
         else:
             over()
 
@@ -407,7 +407,7 @@ class TierLoadQueue(WaitingRequests):
         for key in over:
             request = self._waiting.pop(key, None)
             if request is not None:
-                request.note_brought(time.monotonic())
+                request.note_loaded(time.monotonic())
                 yield request, None
 
 

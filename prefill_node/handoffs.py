@@ -231,7 +231,7 @@ class OutgoingHandoffs:
         self._sharing.admitted(request)
         timings = state.timings
         timings.admitted, timings.cached_tokens = request.admitted, request.cached_tokens
-        timings.loads, timings.encoded = request.bringing, request.encoded
+        timings.loads, timings.encoded = request.loads, request.encoded
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self._exported[state.key] = exported
         # Tokens computed ahead count as computed.

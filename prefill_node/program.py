@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from common import rpc
 from common.config import PrefillConfig
 from common.errors import (
+    REQUEST_ERRORS,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
     QueueFull,
-    RequestAborted,
     RequestFailed,
     ServingError,
 )
@@ -45,11 +45,6 @@ MAX_BUDGET_S = 7 * 24 * 3600.0
 MAX_REQUEST_ID = 256  # characters
 _POOLS = frozenset(map(int, PoolingMode))
 _PATIENCE_S = 5.0  # seconds after the budget in which the engine should end a late call
-
-_ERRORS: dict[int, type[ServingError]] = {
-    error.status.value[0]: error
-    for error in (InvalidRequest, Overloaded, DeadlineExceeded, NodeUnavailable, RequestAborted)
-}
 
 
 class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
@@ -141,7 +136,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
             return pooled
         if pooled.retry_after_s:
             raise QueueFull(pooled.error, pooled.retry_after_s)
-        raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
+        raise REQUEST_ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
 
     def _parsed(self, request: pooling_pb2.PoolRequest) -> SubmitPooling:
         """Check sizes and convert the call to the engine's message. Raises InvalidRequest."""

@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import (
-    DeadlineExceeded,
+    REQUEST_ERRORS,
     EngineFault,
-    InvalidRequest,
     NodeUnavailable,
     Overloaded,
     QueueFull,
     RequestAborted,
-    RequestFailed,
     ServingError,
 )
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
@@ -305,18 +303,6 @@ class OutgoingBatch:
         return taken
 
 
-# Other status codes of a node are reported to clients only as a failure of the node.
-_ERRORS: dict[int, type[ServingError]] = {
-    error.status.value[0]: error
-    for error in (
-        InvalidRequest,
-        Overloaded,
-        RequestAborted,
-        DeadlineExceeded,
-        NodeUnavailable,
-        RequestFailed,
-    )
-}
 _MAX_ERROR = 1000  # longest error message of a node, in characters
 _LONGEST_RETRY_S = 3600.0
 
@@ -357,7 +343,7 @@ def end_of(
         case decode_pb2.FINISH_REASON_MOVED:
             return NodeLost("the request was moved to another decode node", LossCause.UNRELATED)
         case _:
-            failure = _ERRORS.get(error_code, EngineFault)
+            failure = REQUEST_ERRORS.get(error_code, EngineFault)
             sentence = error[:_MAX_ERROR] or "the decode node gave up without a reason"
             if failure is Overloaded and 0.0 < retry_after_s <= _LONGEST_RETRY_S:
                 return QueueFull(sentence, retry_after_s)

@@ -45,18 +45,18 @@ class Run(msgspec.Struct, frozen=True):
     tpot: float | None
     failed: float
 
-    def use(self, objectives: LatencyTargets) -> float:
+    def use(self, targets: LatencyTargets) -> float:
         """Return the larger ratio of a latency to its limit. At most 1: within both limits."""
         if self.ttft is None or self.failed > 1 - PERCENTILE:
             return math.inf
-        return max(self.ttft / objectives.ttft, (self.tpot or 0.0) / objectives.tpot)
+        return max(self.ttft / targets.ttft, (self.tpot or 0.0) / targets.tpot)
 
 
 class Verified(msgspec.Struct, frozen=True):
     """A layout in virtual time.
 
     Attributes:
-        capacity: highest rate within the objectives, in requests/s. 0: no run was within them.
+        capacity: highest rate within the targets, in requests/s. 0: no run was within them.
             None: the time ended before it was found.
         runs: runs in order of their rate.
         tie: the lead of the best layout is within the error of the cost model.
@@ -67,9 +67,9 @@ class Verified(msgspec.Struct, frozen=True):
     runs: tuple[Run, ...]
     tie: bool = False
 
-    def highest_within(self, objectives: LatencyTargets) -> Run | None:
-        """Return the run with the highest rate within the objectives."""
-        within = [each for each in self.runs if each.use(objectives) <= 1]
+    def highest_within(self, targets: LatencyTargets) -> Run | None:
+        """Return the run with the highest rate within the targets."""
+        within = [each for each in self.runs if each.use(targets) <= 1]
         return within[-1] if within else None
 
 
@@ -97,9 +97,9 @@ class Verification(msgspec.Struct, frozen=True):
 
 def verify(
     plan: Plan,
-    cluster: Hardware,
+    hardware: Hardware,
     traffic: Traffic,
-    objectives: LatencyTargets,
+    targets: LatencyTargets,
     *,
     count: int,
     limit_s: float,
@@ -124,7 +124,7 @@ def verify(
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
     ):
         tests = [
-            _LayoutTest(cluster, traffic, objectives, each, Path(directory) / str(number))
+            _LayoutTest(hardware, traffic, targets, each, Path(directory) / str(number))
             for number, each in enumerate(chosen)
         ]
         found = list(pool.map(lambda test: test.verified(deadline), tests))
@@ -144,9 +144,9 @@ def _ranked(found: Sequence[Verified], band: float) -> tuple[Verified, ...]:
 class _LayoutTest:
     """The runs of one layout. `directory`: a new directory for its files."""
 
-    cluster: Hardware
+    hardware: Hardware
     traffic: Traffic
-    objectives: LatencyTargets
+    targets: LatencyTargets
     candidate: Candidate
     directory: Path
 
@@ -177,7 +177,7 @@ class _LayoutTest:
             yield rate
 
     def _within(self, run: Run) -> bool:
-        return run.use(self.objectives) <= 1
+        return run.use(self.targets) <= 1
 
     def _capacity(self, runs: Sequence[Run]) -> float:
         """Return the rate at which the limits are reached, interpolated between two runs."""
@@ -189,7 +189,7 @@ class _LayoutTest:
         if not beyond:
             return low.rate
         high = min(beyond, key=lambda each: each.rate)
-        below, above = low.use(self.objectives), high.use(self.objectives)
+        below, above = low.use(self.targets), high.use(self.targets)
         return low.rate + (high.rate - low.rate) * (1 - below) / (above - below)
 
     def _run(self, rate: float, left_s: float) -> Run:
@@ -231,12 +231,12 @@ class _LayoutTest:
         nodes = {"prefill": layout.prefill, "decode": layout.decode}
         return {
             "cluster": {
-                "gpu": self.cluster.gpu,
-                "model": self.cluster.model,
+                "gpu": self.hardware.gpu,
+                "model": self.hardware.model,
                 **({"colocated": layout.decode} if layout.chunk else nodes),
                 "prefill_tp": 1 if layout.chunk else layout.prefill_tp,
                 "decode_tp": layout.decode_tp,
-                "path": self.cluster.path,
+                "path": self.hardware.path,
                 "options": options,
             },
             "load": {"trace": str(trace), "warm_up": running, "cool_down": running},

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def test_every_folder_of_code_has_a_readme():
     assert [
         each for each in sorted(folders - {"docs"}) if not (ROOT / each / "README.md").is_file()
     ] == []
+
+
+def test_no_folder_has_more_than_16_modules():
+    modules = [
+        path.parent.relative_to(ROOT)
+        for path in _texts()
+        if path.suffix == ".py"
+        and path.name not in {"__init__.py", "conftest.py"}
+        and not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    ]
+    assert {folder for folder, number in Counter(modules).items() if number > 16} == set()
 
 
 def test_the_change_log_has_this_version_and_its_protocols():

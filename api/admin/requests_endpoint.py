@@ -334,11 +334,11 @@ class RequestsEndpoint:
 
     async def below(self, request: HttpRequest) -> web.Response:
         """Serve one request by id or label. A slash in it is percent-encoded in the path."""
-        name = request.route.removeprefix(f"{PATH}/")
-        asked = unquote(name.removesuffix(_EVENTS))
-        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # no request has such a name
-            return _not_found(asked[:MAX_LABEL_CHARACTERS], 0).response()
-        return await (self._explained if name.endswith(_EVENTS) else self._one)(asked)
+        path = request.route.removeprefix(f"{PATH}/")
+        name = unquote(path.removesuffix(_EVENTS))
+        if not 0 < len(name) <= MAX_LABEL_CHARACTERS:  # no request has such a name
+            return _not_found(name[:MAX_LABEL_CHARACTERS], 0).response()
+        return await (self._explained if path.endswith(_EVENTS) else self._one)(name)
 
     async def _explained(self, name: str) -> web.Response:
         try:

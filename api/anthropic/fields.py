@@ -166,8 +166,12 @@ def thinking_budget(fields: CountTokensFields) -> int | None:
 
 def response_format(fields: MessagesFields) -> ResponseFormat | None:
     """Return the response format in OpenAI's form."""
-    wanted = (fields.output_config and fields.output_config.format) or fields.output_format
-    return None if wanted is None else ResponseFormat("json_schema", JsonSchema(wanted.schema))
+    output_format = (fields.output_config and fields.output_config.format) or fields.output_format
+    return (
+        None
+        if output_format is None
+        else ResponseFormat("json_schema", JsonSchema(output_format.schema))
+    )
 
 
 def unused(fields: MessagesFields, model_format: ModelFormat) -> Iterator[str]:

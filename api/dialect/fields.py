@@ -128,17 +128,17 @@ def guide_of(fields: GuideFields) -> GuidedDecoding | None:
     return next(iter(given.values()), None)
 
 
-def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
-    if wanted is None or wanted.type == "text":
+def _of_format(response_format: ResponseFormat | None) -> GuidedDecoding | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return JSON_OBJECT
-    if wanted.type == "structural_tag":
-        said = msgspec.structs.asdict(wanted).items()
+    if response_format.type == "structural_tag":
+        said = msgspec.structs.asdict(response_format).items()
         return _guide("structural_tag", {name: each for name, each in said if each is not None})
-    if wanted.json_schema is None:
+    if response_format.json_schema is None:
         raise invalid("response_format.json_schema", "is required")
-    return _guide("json_schema", wanted.json_schema.schema)
+    return _guide("json_schema", response_format.json_schema.schema)
 
 
 def _guide(kind: str, value: str | dict[str, Any] | None) -> GuidedDecoding | None:

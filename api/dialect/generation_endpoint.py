@@ -262,10 +262,10 @@ class GenerationEndpoint:
         try:
             body = take_json(request)
             ignored: list[str] = []
-            asked = self._reader.read(body, ignored)
+            call = self._reader.read(body, ignored)
             name_ignored(request, ignored)
-            adapter = self._names.adapter(asked.model, asked.lora_path)
-            client = self._begin(request, len(asked.requests))
+            adapter = self._names.adapter(call.model, call.lora_path)
+            client = self._begin(request, len(call.requests))
             retry = self._retry(client, request, body, request_id)
             del body  # releases the memory: it is not needed until the response ends
         except ApiError as refusal:
@@ -283,18 +283,18 @@ class GenerationEndpoint:
         origin = RequestOrigin.now(
             self._dialect.id_prefix + request_id, adapter or self._names.served
         )
-        content, num = asked.content(origin), len(asked.requests)
-        reply = HttpReply(content, num, request, headers, stream=asked.stream)
+        content, num = call.content(origin), len(call.requests)
+        reply = HttpReply(content, num, request, headers, stream=call.stream)
         traceparent = request.header("traceparent")
-        session_id = _session_id(request, asked)
+        session_id = _session_id(request, call)
         choices = [
             replace(choice, request_id=own, label=label, session_id=session_id, adapter=adapter)
-            for choice, own in zip(asked.requests, _ids(request_id, asked), strict=True)
+            for choice, own in zip(call.requests, _ids(request_id, call), strict=True)
         ]
         try:
             await self._generate(choices, client, reply, traceparent, retry)
         except ServingError as error:
-            return reply.failed(self._problem(error, asked.form))
+            return reply.failed(self._problem(error, call.form))
         return reply.response()
 
     def _retry(
@@ -335,16 +335,16 @@ def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 
 
-def _ids(request_id: str, asked: EndpointCall) -> list[str]:
-    if len(asked.requests) == 1:
+def _ids(request_id: str, call: EndpointCall) -> list[str]:
+    if len(call.requests) == 1:
         return [request_id]
-    return [f"{request_id}-{index}" for index in range(len(asked.requests))]
+    return [f"{request_id}-{index}" for index in range(len(call.requests))]
 
 
-def _session_id(request: HttpRequest, asked: EndpointCall) -> str:
+def _session_id(request: HttpRequest, call: EndpointCall) -> str:
     """Return the session id. Headers take precedence, because proxies can set them."""
     named = request.header("x-session-id") or request.header("x-smg-routing-key")
-    return named or asked.session_id
+    return named or call.session_id
 
 
 # Returns the response to a prompt's fields. Raises ApiError or ServingError.

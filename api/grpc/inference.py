@@ -111,14 +111,14 @@ class InferenceService:
         self,
         guard: ApiKeyGuard,
         idempotency: IdempotencyCache,
-        vectors: PoolingService,
+        pooling_service: PoolingService,
         model: ServedModel,
         *,
         budget_s: float,
     ) -> None:
         self._guard = guard
         self._idempotency = idempotency
-        self._vectors = vectors
+        self._pooling_service = pooling_service
         self._model = model
         self._budget_s = budget_s
 
@@ -131,17 +131,17 @@ class InferenceService:
             retry = self._idempotency.retry(client, key, content, request_id) if key else None
             if retry is not None:
                 request_id = retry.request_id
-            wanted = replace(from_request(request), request_id=request_id)
+            params = replace(from_request(request), request_id=request_id)
             parser: StreamParser | None = None
-            match wanted.prompt.prompt:
+            match params.prompt.prompt:
                 case ChatPrompt(tools=tools):
                     offer = self._offer(tools)
-                    wanted = replace(
-                        wanted,
+                    params = replace(
+                        params,
                         shown=self._model.model_format.shown[bool(tools)],
-                        sampling=self._guided(wanted.sampling, offer),
+                        sampling=self._guided(params.sampling, offer),
                     )
-                    parser = response_parser(self._model.model_format, wanted.prompt, offer)
+                    parser = response_parser(self._model.model_format, params.prompt, offer)
 
             async def write(piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
@@ -149,7 +149,7 @@ class InferenceService:
                     _fill_in(parser, piece, response)
                 await context.write(response)
 
-            call = wanted, client, write, _metadata(context, HEADER)
+            call = params, client, write, _metadata(context, HEADER)
             if retry is None:
                 await self._idempotency.dispatcher.generate(*call)
             else:
@@ -160,7 +160,7 @@ class InferenceService:
     ) -> router_pb2.EmbedResponse:
         with self._pooling(request, context) as caller:
             inputs = [from_input(each) for each in request.inputs]
-            pooled = await self._vectors.embed(inputs, caller, request.dimensions)
+            pooled = await self._pooling_service.embed(inputs, caller, request.dimensions)
         usage = router_pb2.Usage(prompt_tokens=sum(pooled.num_tokens))
         return router_pb2.EmbedResponse(
             request_id=caller.request_id, vectors=pooled.vectors, usage=usage
@@ -171,7 +171,7 @@ class InferenceService:
     ) -> router_pb2.ScoreResponse:
         with self._pooling(request, context) as caller:
             pairs = one_with_each(request.queries, request.documents)
-            scored = await self._vectors.score(pairs, caller, request.instruct)
+            scored = await self._pooling_service.score(pairs, caller, request.instruct)
         usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
         return router_pb2.ScoreResponse(
             request_id=caller.request_id, scores=scored.scores, usage=usage
@@ -181,7 +181,7 @@ class InferenceService:
         self, request: router_pb2.ScoreTokensRequest, context: Context
     ) -> router_pb2.ScoreTokensResponse:
         with self._pooling(request, context) as caller:
-            scored = await self._vectors.label_scores(
+            scored = await self._pooling_service.label_scores(
                 [from_input(each) for each in request.prompts],
                 request.label_token_ids,
                 caller,
@@ -266,9 +266,9 @@ class InferenceService:
             raise
 
 
-def _metadata(context: Context, wanted: str) -> str:
+def _metadata(context: Context, name: str) -> str:
     """Return the call's metadata of that name, or ""."""
-    for name, value in context.invocation_metadata() or ():
-        if name == wanted and isinstance(value, str):
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
             return value
     return ""

@@ -66,9 +66,9 @@ class VideoMarks:
 MediaMarks: TypeAlias = SurroundedMarks | VideoMarks
 
 
-def _check_places(found: int, wanted: int, of_what: str) -> None:
-    if found != wanted:
+def _check_places(num_places: int, num_inputs: int, inputs: str) -> None:
+    if num_places != num_inputs:
         raise InvalidRequest(
-            f"messages: the prompt has {found} placeholders for {wanted} {of_what}: a text must "
-            "not contain the model's placeholder"
+            f"messages: the prompt has {num_places} placeholders for {num_inputs} {inputs}: a text "
+            "must not contain the model's placeholder"
         )

@@ -171,12 +171,12 @@ def _call(
     _check_number(len(prompts) * len(per_prompt))
     given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
     limit = "sampling.max_tokens" if given else ""
-    wanted = choices(common, prompts, per_prompt, max_tokens_field=limit, silent=silent)
-    is_list, stream = is_list or len(wanted) > 1, bool(fields.stream)
+    requests = choices(common, prompts, per_prompt, max_tokens_field=limit, silent=silent)
+    is_list, stream = is_list or len(requests) > 1, bool(fields.stream)
     return EndpointCall(
         fields.model,
-        wanted,
-        lambda origin: _Responses(wanted, origin.id, logprobs, is_list=is_list, stream=stream),
+        requests,
+        lambda origin: _Responses(requests, origin.id, logprobs, is_list=is_list, stream=stream),
         stream,
         fields.user or "",
         fields.lora_path,
@@ -283,13 +283,13 @@ class _Answer:
     def __init__(
         self,
         index: int,
-        wanted: GenerateParams,
+        request: GenerateParams,
         answer_id: str,
         is_one_of_several: bool,
         logprobs: CollectedLogprobs,
     ) -> None:
         self._index = index if is_one_of_several else None
-        self._wanted = wanted
+        self._request = request
         self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -335,7 +335,7 @@ class _Answer:
         meta = MetaInfo(
             id=self._id,
             finish_reason=None,
-            prompt_tokens=self._wanted.prompt.rendering.num_tokens,
+            prompt_tokens=self._request.prompt.rendering.num_tokens,
             completion_tokens=num,
             weight_version=self._version.weights.hex(),
         )
@@ -378,7 +378,7 @@ class _Responses(ResponseContent):
 
     def __init__(
         self,
-        wanted: Sequence[GenerateParams],
+        requests: Sequence[GenerateParams],
         answer_id: str,
         logprobs: LogprobOptions,
         *,
@@ -387,7 +387,7 @@ class _Responses(ResponseContent):
     ) -> None:
         self._answers = [
             _Answer(index, each, answer_id, is_list, CollectedLogprobs(logprobs))
-            for index, each in enumerate(wanted)
+            for index, each in enumerate(requests)
         ]
         self._is_list = is_list
         self._stream = stream

@@ -135,7 +135,7 @@ def _call(
         count = f"{'best_of' if best_of > 1 else 'n'} = {len(per_prompt)}"
         problem = f": {len(prompts)} prompts with {count} are more than {MAX_CHOICES} choices"
         raise invalid("prompt", problem)
-    wanted = choices(
+    requests = choices(
         fields,
         prompts,
         per_prompt,
@@ -146,7 +146,7 @@ def _call(
     collector = ChoiceCollector(
         whole_object="text_completion",
         chunk_object="text_completion",
-        num=len(wanted),
+        num=len(requests),
         num_per_prompt=len(per_prompt),
         stream=bool(fields.stream),
         include_usage=includes_usage(fields),
@@ -159,7 +159,7 @@ def _call(
     )
     return EndpointCall(
         fields.model,
-        wanted,
+        requests,
         collector.content,
         collector.stream,
         session_of(fields),

@@ -169,13 +169,13 @@ class Run {
   end() {
     this.paint();
     say(byId("progress"), "");
-    const { prompt_tokens: asked, completion_tokens: made, prompt_tokens_details: of } = this.usage;
+    const { prompt_tokens, completion_tokens, prompt_tokens_details: of } = this.usage;
     const seen = (moment) => (moment === undefined ? null : (moment - this.began) / 1e3);
     return [
-      ...speed({ ttft_s: seen(this.first), last_token_s: seen(this.last), completion_tokens: made }),
-      ["Output", `${made} tokens`],
+      ...speed({ ttft_s: seen(this.first), last_token_s: seen(this.last), completion_tokens }),
+      ["Output", `${completion_tokens} tokens`],
       ["Finish reason", this.finish ?? "–"],
-      ["Prompt", `${asked} tokens${of ? `, ${of.cached_tokens} cached` : ""}`],
+      ["Prompt", `${prompt_tokens} tokens${of ? `, ${of.cached_tokens} cached` : ""}`],
     ];
   }
 

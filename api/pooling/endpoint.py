@@ -54,7 +54,7 @@ class PoolingEndpoint(Generic[F]):
     """HTTP handler of an endpoint for embeddings or scores. For one event loop.
 
     Args:
-        answer: called with `vectors`. Returns the response body.
+        answer: called with the service. Returns the response body.
         begin, names: see GenerationEndpoint.
     """
 
@@ -62,7 +62,7 @@ class PoolingEndpoint(Generic[F]):
         self,
         reader: BodyReader[F],
         answer: PoolingAnswer[F],
-        vectors: PoolingService,
+        service: PoolingService,
         metrics: RouterMetrics,
         begin: Begin,
         *,
@@ -71,7 +71,7 @@ class PoolingEndpoint(Generic[F]):
     ) -> None:
         self._reader = reader
         self._answer = answer
-        self._vectors = vectors
+        self._service = service
         self._metrics = metrics
         self._begin = begin
         self._id_prefix = id_prefix
@@ -97,7 +97,7 @@ class PoolingEndpoint(Generic[F]):
                 cache_salt=fields.cache_salt,
             )
             origin = RequestOrigin.now(self._id_prefix + request_id, self._names.served)
-            body = await self._answer(self._vectors, fields, caller, origin)
+            body = await self._answer(self._service, fields, caller, origin)
             return whole(200, body, headers=headers)
         except ApiError as refusal:
             self._metrics.rejected("invalid")
@@ -131,10 +131,10 @@ class EmbeddingList(msgspec.Struct):
 
 
 async def embeddings(
-    vectors: PoolingService, fields: EmbeddingFields, caller: PoolingCaller, origin: RequestOrigin
+    service: PoolingService, fields: EmbeddingFields, caller: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     """Return the response of /v1/embeddings."""
-    pooled = await vectors.embed(_prompts(fields), caller, fields.dimensions or 0)
+    pooled = await service.embed(_prompts(fields), caller, fields.dimensions or 0)
     return await _written(pooled, origin, as_text=fields.encoding_format == "base64")
 
 

@@ -51,7 +51,7 @@ class Pooler:
         self._records = records
         self._budget = budget
 
-    async def pool(self, wanted: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
+    async def pool(self, request: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
         """Return a vector for every prompt, in order.
 
         Cancelling this call cancels the request on its nodes.
@@ -72,23 +72,23 @@ class Pooler:
                     due = RequestDue(
                         time.monotonic() + budget_s * self._budget.queue_share, deadline
                     )
-                    prompts = await self._prompts(wanted, client)
+                    prompts = await self._prompts(request, client)
                     num_tokens = sum(map(len, prompts))
                     client.usage.prompts(num_tokens)
                     record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
                     namespace = decide_namespace(caller.cache_salt, client.namespaces_of)
-                    pooled = await self._pooled(wanted, request_id, prompts, due, namespace)
+                    pooled = await self._pooled(request, request_id, prompts, due, namespace)
                     record.finish("pooled", pooled.cached_tokens)
                     return pooled
 
-    async def _prompts(self, wanted: PoolingRequest, client: Client) -> list[Sequence[int]]:
+    async def _prompts(self, request: PoolingRequest, client: Client) -> list[Sequence[int]]:
         """Return the token ids of the prompts. Raises as PromptEncoder does."""
-        pooling.check(wanted.pooling)
-        check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
+        pooling.check(request.pooling)
+        check_vocabulary(request.pooling.tokens, self._model.limits, "label_token_ids")
         found: list[Sequence[int]] = []
         left = MAX_TOKENS
-        for prompt in wanted.prompts:
+        for prompt in request.prompts:
             token_ids = await self._model.prompts.checked(prompt, client)
             left -= len(token_ids)
             if left < 0:
@@ -98,7 +98,7 @@ class Pooler:
 
     async def _pooled(
         self,
-        wanted: PoolingRequest,
+        request: PoolingRequest,
         request_id: str,
         prompts: Sequence[Sequence[int]],
         due: RequestDue,
@@ -106,10 +106,10 @@ class Pooler:
     ) -> PoolingResult:
         base = pooling_pb2.PoolRequest(
             request_id=request_id,
-            pool=pooling_pb2.Pool.Name(wanted.pooling.pool),
-            label_token_ids=wanted.pooling.tokens,
-            dimensions=wanted.dimensions,
-            normalize=wanted.normalize,
+            pool=pooling_pb2.Pool.Name(request.pooling.pool),
+            label_token_ids=request.pooling.tokens,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
             namespace=namespace,
         )
         calls = [partial(self._call, base, some, namespace, due) for some in _calls(prompts)]

@@ -62,12 +62,12 @@ class LabelScoreList(msgspec.Struct):
 
 
 async def score(
-    vectors: PoolingService, fields: ScoreFields, caller: PoolingCaller, origin: RequestOrigin
+    service: PoolingService, fields: ScoreFields, caller: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     """Return the response of /v1/score."""
     if fields.query is not None or fields.items is not None:
-        return await _labels(vectors, fields, caller, origin)
-    scored = await vectors.score(_pairs(fields), caller)
+        return await _labels(service, fields, caller, origin)
+    scored = await service.score(_pairs(fields), caller)
     return msgspec.json.encode(
         ScoreList(
             origin.id,
@@ -81,11 +81,11 @@ async def score(
 
 
 async def _labels(
-    vectors: PoolingService, fields: ScoreFields, caller: PoolingCaller, origin: RequestOrigin
+    service: PoolingService, fields: ScoreFields, caller: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     if not fields.label_token_ids:
         raise invalid("label_token_ids", "is missing")
-    scored = await vectors.label_scores(
+    scored = await service.label_scores(
         _items(fields), fields.label_token_ids, caller, softmax=bool(fields.apply_softmax)
     )
     usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
@@ -160,12 +160,12 @@ class RerankResponse(msgspec.Struct):
 
 
 async def rerank(
-    vectors: PoolingService, fields: RerankFields, caller: PoolingCaller, origin: RequestOrigin
+    service: PoolingService, fields: RerankFields, caller: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     """Return the response of /v1/rerank."""
     documents = [each if isinstance(each, str) else each.text for each in fields.documents]
     pairs = [(fields.query, text) for text in documents]
-    scored = await vectors.score(pairs, caller, fields.instruct)
+    scored = await service.score(pairs, caller, fields.instruct)
     # The sort is stable: equal scores keep the order of the documents.
     order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
     returned = fields.return_documents is not False

@@ -49,8 +49,8 @@ class YesNoReranker:
         Args:
             task: purpose of the documents. None: the model's default.
         """
-        asked = f"<Instruct>: {task or _TASK}\n<Query>: {query}\n<Document>: {document}"
-        return TextPrompt(f"{_BEFORE}{asked}{_BEHIND}", add_special_tokens=False)
+        content = f"<Instruct>: {task or _TASK}\n<Query>: {query}\n<Document>: {document}"
+        return TextPrompt(f"{_BEFORE}{content}{_BEHIND}", add_special_tokens=False)
 
 
 def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
@@ -123,13 +123,13 @@ class PoolingService:
             raise InvalidRequest(
                 f"dimensions is {dimensions}, the model has {', '.join(map(str, known))}"
             )
-        wanted = PoolingRequest(
+        request = PoolingRequest(
             prompts=prompts,
             pooling=PoolingParams(_POOLS[self._way]),
             dimensions=dimensions,
             normalize=self._files.normalize,
         )
-        pooled = await self._pooled(wanted, caller)
+        pooled = await self._pooled(request, caller)
         num_numbers = sum(map(len, pooled.vectors)) // 4
         if num_numbers > MAX_NUMBERS:
             raise InvalidRequest(
@@ -163,10 +163,10 @@ class PoolingService:
             said = await self.label_scores(prompts, labels, caller, softmax=True)
             return Scores([yes for yes, _ in said.scores], said.num_tokens)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        wanted = await self.embed([TextPrompt(text) for text in texts], caller)
-        found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))
+        embedded = await self.embed([TextPrompt(text) for text in texts], caller)
+        found = dict(zip(texts, map(_unit, embedded.vectors), strict=True))
         scores = [_cosine(found[one], found[other]) for one, other in pairs]
-        return Scores(scores, sum(wanted.num_tokens))
+        return Scores(scores, sum(embedded.num_tokens))
 
     async def label_scores(
         self,
@@ -198,23 +198,23 @@ class PoolingService:
         self, pairs: Sequence[tuple[str, str]], caller: PoolingCaller
     ) -> Scores[float]:
         prompts = [TextPairPrompt(*pair) for pair in pairs]
-        wanted = PoolingRequest(prompts=prompts, pooling=PoolingParams(PoolingMode.LABELS))
-        pooled = await self._pooled(wanted, caller)
+        request = PoolingRequest(prompts=prompts, pooling=PoolingParams(PoolingMode.LABELS))
+        pooled = await self._pooled(request, caller)
         logits = list(map(_floats, pooled.vectors))
         if any(len(each) != 1 for each in logits):
             raise InvalidRequest(f"model: it has {len(logits[0])} classes and returns no score")
         return Scores([_sigmoid(each[0]) for each in logits], sum(pooled.num_tokens))
 
-    async def _pooled(self, wanted: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
+    async def _pooled(self, request: PoolingRequest, caller: PoolingCaller) -> PoolingResult:
         if not self._has_nodes:
             raise InvalidRequest(
                 "model: prefill nodes compute embeddings and scores, and this router has none"
             )
-        if not 1 <= len(wanted.prompts) <= MAX_PROMPTS:
+        if not 1 <= len(request.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(
-                f"input has {len(wanted.prompts)} texts, 1 to {MAX_PROMPTS} allowed"
+                f"input has {len(request.prompts)} texts, 1 to {MAX_PROMPTS} allowed"
             )
-        return await self._pooler.pool(wanted, caller)
+        return await self._pooler.pool(request, caller)
 
 
 def _floats(vector: bytes) -> Sequence[float]:

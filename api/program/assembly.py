@@ -71,7 +71,11 @@ def make_grpc(
     server = rpc.make_server(shares_port=shares_port, max_message_bytes=message_bytes)
     inference = {
         name: InferenceService(
-            guard, pool.idempotency, pool.vectors, pool.model, budget_s=config.request_timeout_s
+            guard,
+            pool.idempotency,
+            pool.pooling_service,
+            pool.model,
+            budget_s=config.request_timeout_s,
         )
         for name, pool in pools.items()
     }

@@ -127,8 +127,10 @@ def make_base(config: RouterConfig, resources: ExitStack) -> RouterBase:
     _report_expiry(metrics.trust, certificates, for_nodes)
     name = f"router-{secrets.token_hex(4)}@{socket.gethostname()}"  # shown in the logs of nodes
     identity = identity_of("router", name, config.server.secret_file, metrics.trust.refused)
-    asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
-    program.check_exposure(config.server.host, asked=asked, insecure=config.server.insecure)
+    authenticated = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
+    program.check_exposure(
+        config.server.host, authenticated=authenticated, insecure=config.server.insecure
+    )
     clients = make_clients(config, metrics)
     tracer = context.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
     if tracer is not None:
@@ -174,7 +176,7 @@ class ModelPool:
     membership: Membership
     changed: asyncio.Event
     idempotency: IdempotencyCache
-    vectors: PoolingService
+    pooling_service: PoolingService
     names: ModelNames
 
     @property
@@ -244,7 +246,7 @@ async def make_pool(
     records = RequestRecords(metrics, base.tracer, name)
     changed = asyncio.Event()
     nodes = await _make_nodes(base, config, model, metrics, changed, "" if is_only else name)
-    vectors = PoolingService(
+    pooling_service = PoolingService(
         Pooler(
             model,
             nodes.pooling,
@@ -267,7 +269,7 @@ async def make_pool(
         *(name, config, model, metrics, records, admission, *nodes),
         changed=changed,
         idempotency=idempotency,
-        vectors=vectors,
+        pooling_service=pooling_service,
         names=names,
     )
 

@@ -273,7 +273,7 @@ def _pooling(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
     return {
         path: PoolingEndpoint(
             BodyReader(fields, unsupported, ignore_unknown=ignore_unknown),
-            *(answer, pool.vectors, pool.metrics, begin),
+            *(answer, pool.pooling_service, pool.metrics, begin),
             id_prefix=id_prefix,
             names=pool.names,
         )

@@ -67,10 +67,10 @@ async def keep(config: RouterConfig) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, end.signalled, number)
         try:
-            up = await _started(processes, end.wanted)
+            up = await _started(processes, end.stopping)
             if up:
                 log.info("all router processes started %s", kv(processes=len(processes)))
-                await asyncio.gather(*(process.keep(end.wanted) for process in processes))
+                await asyncio.gather(*(process.keep(end.stopping) for process in processes))
         finally:
             codes = await asyncio.gather(
                 *(process.end(config.server.drain_timeout_s + _END_S) for process in processes)
@@ -86,7 +86,7 @@ class _Shutdown:
     SIGTERM.
 
     Attributes:
-        wanted: set when the processes stop for good.
+        stopping: set when the processes stop for good.
 
     Args:
         routers: client of the same processes, by their index in `processes`.
@@ -97,7 +97,7 @@ class _Shutdown:
         self._routers = routers
         self._forwards_signals = True
         self._turns: asyncio.Task[None] | None = None
-        self.wanted = asyncio.Event()
+        self.stopping = asyncio.Event()
 
     @property
     def handlers(self) -> Mapping[str, ProcessHandler]:
@@ -105,7 +105,7 @@ class _Shutdown:
 
         async def handle(query: Mapping[str, str]) -> bytes:
             if query[IN_TURN] == "no":
-                if not self.wanted.is_set():
+                if not self.stopping.is_set():
                     self._forwards_signals = False
                     self._send(signal.SIGTERM)
             elif self._turns is None or self._turns.done():
@@ -125,7 +125,7 @@ class _Shutdown:
             self._turns.cancel()
 
     def _send(self, number: signal.Signals) -> None:
-        self.wanted.set()
+        self.stopping.set()
         for process in self._processes:
             process.send(number)
 

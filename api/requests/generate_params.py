@@ -109,12 +109,12 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         echo: text of the prompt, with which the response begins.
-        asked: the client's parameters. `spec` also has what hidden states need.
+        client_sampling: the client's parameters. `spec` also has what hidden states need.
     """
 
     spec: RequestSpec
     stops: StopRules | None
-    asked: SamplingParams
+    client_sampling: SamplingParams
     echo: str | None = None
 
 

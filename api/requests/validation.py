@@ -44,7 +44,7 @@ MAX_SESSION_ID_CHARACTERS = 512
 
 
 async def parse(
-    wanted: GenerateParams,
+    request: GenerateParams,
     request_id: str,
     prompts: PromptEncoder,
     limits: ModelLimits,
@@ -60,68 +60,70 @@ async def parse(
 
     Args:
         client: the authenticated client.
-        adapter: the adapter that `wanted` names.
+        adapter: the adapter that `request` names.
         stream_interval: default number of tokens of an event.
 
     Raises:
         InvalidRequest: the message names the field.
     """
-    await wanted.together.prepare(partial(_prepare, wanted, prompts, limits, client))
-    job = wanted.prompt.job
+    await request.together.prepare(partial(_prepare, request, prompts, limits, client))
+    job = request.prompt.job
     assert job is not None
     spec = replace(
         job.spec,
         request_id=request_id,
-        sampling=replace(job.spec.sampling, seed=wanted.sampling.seed),
+        sampling=replace(job.spec.sampling, seed=request.sampling.seed),
         priority=priority,
         adapter=adapter,
-        stream_interval=_interval(wanted, stream_interval),
+        stream_interval=_interval(request, stream_interval),
     )
     return replace(job, spec=spec)
 
 
-def _interval(wanted: GenerateParams, default: int) -> int:
+def _interval(request: GenerateParams, default: int) -> int:
     """Return how many tokens nodes send at a time.
 
     Without streaming, fewer messages cost less. With stop strings, a node sends each token, so that
     it is cancelled at a stop without delay.
     """
-    if wanted.sampling.hidden_states:
+    if request.sampling.hidden_states:
         return 1  # states are much larger than the messages that an interval would save
-    if not wanted.whole:
-        return wanted.stream_interval or default
-    return 1 if wanted.stop or wanted.stop_regex else WHOLE_INTERVAL
+    if not request.whole:
+        return request.stream_interval or default
+    return 1 if request.stop or request.stop_regex else WHOLE_INTERVAL
 
 
 async def _prepare(
-    wanted: GenerateParams, prompts: PromptEncoder, limits: ModelLimits, client: Client
+    request: GenerateParams, prompts: PromptEncoder, limits: ModelLimits, client: Client
 ) -> None:
     """Check, tokenize and count the prompts of all responses to one request.
 
     Raises:
         RateLimited, InvalidRequest: see KeyUsage.prompts and check_prompt_logprobs.
     """
-    together = wanted.together
+    together = request.together
     # Checked before the prompt is encoded, so that an invalid number costs no tokenizer time.
-    params = await _checked(wanted, prompts, limits)
-    stops = await stop_rules(wanted.stop, wanted.stop_regex)
+    params = await _checked(request, prompts, limits)
+    stops = await stop_rules(request.stop, request.stop_regex)
     base = RequestSpec(
         token_ids=b"",
         sampling=params,
-        namespace=decide_namespace(wanted.cache_salt, client.namespaces_of),
-        routing_key=_routing_key(wanted.session_id),
+        namespace=decide_namespace(request.cache_salt, client.namespaces_of),
+        routing_key=_routing_key(request.session_id),
         client=number_of(client.name),
         client_weight=client.weight,
         prediction=(
-            as_bytes(await prompts.checked(wanted.prediction, client)) if wanted.prediction else b""
+            as_bytes(await prompts.checked(request.prediction, client))
+            if request.prediction
+            else b""
         ),
     )
 
     async def made(prompt: SharedPrompt) -> TokenizedRequest:
         inputs = await prompts.inputs(prompt, client)
-        spec, asked = _with_prompt(base, prompt, inputs, wanted, prompts, limits)
-        text = await prompts.text_of(prompt.prompt, inputs.token_ids) if wanted.echo else None
-        return TokenizedRequest(spec, stops, asked, text)
+        spec, client_sampling = _with_prompt(base, prompt, inputs, request, prompts, limits)
+        text = await prompts.text_of(prompt.prompt, inputs.token_ids) if request.echo else None
+        return TokenizedRequest(spec, stops, client_sampling, text)
 
     jobs = await all_of([partial(made, prompt) for prompt in together.prompts])
     num_tokens = sum(job.spec.num_tokens for job in jobs)
@@ -132,26 +134,26 @@ async def _prepare(
 
 
 async def _checked(
-    wanted: GenerateParams, prompts: PromptEncoder, limits: ModelLimits
+    request: GenerateParams, prompts: PromptEncoder, limits: ModelLimits
 ) -> SamplingParams:
     """Return the checked parameters that all responses to one request share."""
-    params = wanted.sampling
+    params = request.sampling
     sampling.check(params)
-    check_stop(wanted.stop)
-    check_stop_regex(wanted.stop_regex)
-    check_bad_words(wanted.bad_words)
-    session_id = wanted.session_id
+    check_stop(request.stop)
+    check_stop_regex(request.stop_regex)
+    check_bad_words(request.bad_words)
+    session_id = request.session_id
     check_at_most("session_id", len(session_id), "characters", MAX_SESSION_ID_CHARACTERS)
-    check_stream_interval(wanted.stream_interval)
+    check_stream_interval(request.stream_interval)
     check_tokens(params, limits)
-    check_thinking(params, prompts, wanted.prompt.prompt)
-    if params.returns_states and wanted.together.num_answers > MAX_STATE_ANSWERS:
+    check_thinking(params, prompts, request.prompt.prompt)
+    if params.returns_states and request.together.num_answers > MAX_STATE_ANSWERS:
         raise InvalidRequest(
-            f"{_states_field(params)}: {wanted.together.num_answers} responses to one request, "
+            f"{_states_field(params)}: {request.together.num_answers} responses to one request, "
             f"{MAX_STATE_ANSWERS} allowed"
         )
-    if wanted.bad_words:
-        words = await prompts.words(wanted.bad_words)
+    if request.bad_words:
+        words = await prompts.words(request.bad_words)
         params = replace(params, bad_word_ids=params.bad_word_ids + words)
         sampling.check(params)
     return params
@@ -161,7 +163,7 @@ def _with_prompt(
     base: RequestSpec,
     prompt: SharedPrompt,
     inputs: PromptInputs,
-    wanted: GenerateParams,
+    request: GenerateParams,
     prompts: PromptEncoder,
     limits: ModelLimits,
 ) -> tuple[RequestSpec, SamplingParams]:
@@ -173,16 +175,18 @@ def _with_prompt(
         params = replace(params, guide=prompts.guide(prompt, params.guide))
     if inputs.images or inputs.embeddings is not None:
         _check_ids_unused(params, "images" if inputs.images else "input_embeddings")
-    asked = fit_context(params, wanted.max_tokens_field, num_tokens, limits.context_length)
-    check_prompt_logprobs_start(asked, num_tokens)
+    client_sampling = fit_context(
+        params, request.max_tokens_field, num_tokens, limits.context_length
+    )
+    check_prompt_logprobs_start(client_sampling, num_tokens)
     spec = replace(
         base,
         token_ids=as_bytes(inputs.token_ids),
-        sampling=with_states(asked),
+        sampling=with_states(client_sampling),
         images=tuple(inputs.images),
         input_embeddings=inputs.embeddings,
     )
-    return spec, asked
+    return spec, client_sampling
 
 
 def _routing_key(session_id: str) -> int:
@@ -202,8 +206,8 @@ def fit_context(
         InvalidRequest: max_tokens or min_tokens from the client does not fit.
     """
     context_left = context_length - num_prompt_tokens
-    asked = {field: params.max_tokens, "sampling.min_tokens": params.min_tokens}
-    for name, num_tokens in asked.items():
+    lengths = {field: params.max_tokens, "sampling.min_tokens": params.min_tokens}
+    for name, num_tokens in lengths.items():
         if name and num_tokens > context_left:
             raise InvalidRequest(
                 f"{name} is too large: {num_tokens}. This model's maximum context length is "

@@ -265,8 +265,8 @@ class StopExpressions:
     the last search, so that a character costs few steps.
     """
 
-    def __init__(self, wanted: Automaton) -> None:
-        self._wanted = wanted
+    def __init__(self, automaton: Automaton) -> None:
+        self._automaton = automaton
         self._live = 0  # positions of begun matches that may read the next character
         self._place = TEXT_START  # context before the next character
         self._length = 0  # of the text
@@ -280,11 +280,11 @@ class StopExpressions:
         return len(self._recent)
 
     def advance(self, character: str) -> int:
-        wanted, place = self._wanted, self._place
+        automaton, place = self._automaton, self._place
         if not self._live:
             self._first_place = place
             self._search_at = 2
-        read = (self._live | wanted.first[place]) & wanted.accepting(character)
+        read = (self._live | automaton.first[place]) & automaton.accepting(character)
         self._length += 1
         self._place = LINE_START if character == "\n" else MIDDLE
         if not read:
@@ -292,9 +292,9 @@ class StopExpressions:
             self._recent.clear()
             return 0
         self._recent.append(character)
-        self._live = live = wanted.after(read, character)
-        if live & wanted.end:
-            return len(self._recent) - self._begun(wanted.end)
+        self._live = live = automaton.after(read, character)
+        if live & automaton.end:
+            return len(self._recent) - self._begun(automaton.end)
         if len(self._recent) >= self._search_at:
             self._forget(self._begun(live))
             self._search_at = 2 * len(self._recent)
@@ -306,13 +306,15 @@ class StopExpressions:
 
     def _begun(self, positions: int) -> int:
         """Return the index in `_recent` where the oldest match with these positions began."""
-        wanted, recent = self._wanted, self._recent
+        automaton, recent = self._automaton, self._recent
         begun = len(recent)
         for index in range(len(recent) - 1, -1, -1):
-            positions = wanted.before(positions, recent[index]) & wanted.accepting(recent[index])
+            positions = automaton.before(positions, recent[index]) & automaton.accepting(
+                recent[index]
+            )
             if not positions:
                 break
-            if positions & wanted.first[self._place_before(index)]:
+            if positions & automaton.first[self._place_before(index)]:
                 begun = index
         return begun
 
@@ -328,8 +330,10 @@ class StopExpressions:
 
     def _followed(self) -> int:
         """Return the live positions of matches that have begun within `_recent`."""
-        wanted, live = self._wanted, 0
+        automaton, live = self._automaton, 0
         for index, character in enumerate(self._recent):
-            read = (live | wanted.first[self._place_before(index)]) & wanted.accepting(character)
-            live = wanted.after(read, character)
+            read = (live | automaton.first[self._place_before(index)]) & automaton.accepting(
+                character
+            )
+            live = automaton.after(read, character)
         return live

@@ -155,7 +155,7 @@ class RouterTokenizer:
 
     async def _batch(
         self,
-        wanted: Sequence[str | tuple[str, str]],
+        inputs: Sequence[str | tuple[str, str]],
         text: str,
         *,
         add_special_tokens: bool,
@@ -163,10 +163,10 @@ class RouterTokenizer:
         """Return the token ids of texts or pairs. `text` is all of them, for its length."""
         if len(text) <= _SHORT:
             # The fast form omits the character offsets of tokens.
-            found = self._tokenizer.encode_batch_fast(wanted, add_special_tokens=add_special_tokens)
+            found = self._tokenizer.encode_batch_fast(inputs, add_special_tokens=add_special_tokens)
         else:
             size, now = num_bytes(text), time.monotonic()
-            found = await self._encodings(wanted, size, now, add_special_tokens=add_special_tokens)
+            found = await self._encodings(inputs, size, now, add_special_tokens=add_special_tokens)
         return [each.ids for each in found]
 
     async def surely_exceeds(self, text: str, num_tokens: int) -> bool:
@@ -228,7 +228,7 @@ class RouterTokenizer:
 
     async def _encodings(
         self,
-        wanted: Sequence[str | tuple[str, str]],
+        inputs: Sequence[str | tuple[str, str]],
         total_bytes: int,
         arrived: float,
         *,
@@ -239,7 +239,7 @@ class RouterTokenizer:
             total_bytes,
             arrived,
             lambda: self._tokenizer.async_encode_batch_fast(
-                wanted, add_special_tokens=add_special_tokens
+                inputs, add_special_tokens=add_special_tokens
             ),
         )
 

@@ -114,7 +114,7 @@ def _table(timer: "StepTimer", config: EngineConfig, steps: Sequence[MeasuredSte
     engine = timer.engine
     loaded, shape = engine.loaded, engine.shape
     spec = engine.model.spec
-    weights = loaded.servable.weight_bytes(engine.model.target)
+    weights = loaded.loadable.weight_bytes(engine.model.target)
     return StepTable(
         model=Path(config.model).name,
         machine=next(iter(gpu_names()), cpu_name()) if shape.device.type == "cuda" else cpu_name(),

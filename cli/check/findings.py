@@ -100,12 +100,12 @@ def _router(config: RouterConfig) -> Iterator[Finding]:
 def _model(config: EngineConfig) -> Iterator[Finding]:
     try:
         directory = model_directory(config.model, weights=True)
-        servable = open_checkpoint(directory, config.model_backend, config.speculative)
-        spec = servable.spec
+        loadable = open_checkpoint(directory, config.model_backend, config.speculative)
+        spec = loadable.spec
         checkpoint = Checkpoint(directory)
-        servable.stored()
+        loadable.stored()
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
-        yield Finding("computed", "ok", servable.computed)
+        yield Finding("computed", "ok", loadable.computed)
         yield from _drafter(config.speculative, spec)
         places = range(config.parallel.ranks_per_host)
         devices = [resolve_device(config.device, place) for place in places]
@@ -118,7 +118,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         yield _weights(spec, device, config)
-        sizes = rank_sizes(config, OpenedModel(directory, servable, device, precision))
+        sizes = rank_sizes(config, OpenedModel(directory, loadable, device, precision))
         if len(sizes) > 1:
             yield Finding("ranks", "ok", sentence(sizes))
         if config.parallel.trusted_network is not None:
@@ -158,7 +158,7 @@ def _encoder(config: EncodeConfig) -> Iterator[Finding]:
         yield Finding("image encoder", "fails", str(error))
         return
     opened = plan.opened
-    architecture = opened.servable.spec.architecture
+    architecture = opened.loadable.spec.architecture
     yield Finding("image encoder", "ok", f"of {architecture}, {stored} tensors: {opened.directory}")
     yield Finding("device", "ok", _device([opened.device], config.engine))
     yield Finding("dtype", "ok", f"{opened.precision}: {opened.precision.because}")
@@ -256,8 +256,8 @@ def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
     """Check which callers a process accepts, and how Baton's processes authenticate."""
     try:
         identity = identity_of(role, "baton check", server.secret_file)
-        asked = identity is not None or mutual
-        program.check_exposure(server.host, asked=asked, insecure=server.insecure)
+        authenticated = identity is not None or mutual
+        program.check_exposure(server.host, authenticated=authenticated, insecure=server.insecure)
     except ConfigError as error:
         return Finding("callers", "fails", str(error))
     if identity is not None:

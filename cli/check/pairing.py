@@ -49,7 +49,7 @@ class _Side:
 
     def weights(self) -> dict[str, str]:
         """Read all weights, and return their part of the fingerprint."""
-        stored = stored_of(self.model.servable, self.model.directory)
+        stored = stored_of(self.model.loadable, self.model.directory)
         return {"weights": content(stored).hex()}
 
 

@@ -54,14 +54,14 @@ def opened(config: EngineConfig) -> OpenedModel:
     """
     device = resolve_device(config.device)
     directory = model_directory(config.model, weights=True)
-    servable = open_checkpoint(directory, config.model_backend, config.speculative)
+    loadable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    return OpenedModel(directory, servable, device, precision)
+    return OpenedModel(directory, loadable, device, precision)
 
 
 def layout_of(config: EngineConfig, model: OpenedModel) -> KVLayout:
     """Return the layout of pages with all heads."""
-    return whole_layout(config, model.servable.spec, model.precision.dtype, model.device)
+    return whole_layout(config, model.loadable.spec, model.precision.dtype, model.device)
 
 
 def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
@@ -96,7 +96,7 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
 def _sizes(config: EngineConfig, model: OpenedModel, whole: KVLayout, share: Share) -> RankSizes:
     layout = part_of(whole, share)
     target = LoadTarget(model.device, model.precision.dtype, config.quantize, share)
-    weight_bytes = model.servable.weight_bytes(target)
+    weight_bytes = model.loadable.weight_bytes(target)
     return RankSizes(weight_bytes, layout.page_bytes, layout.state_pages, layout.token_bytes)
 
 

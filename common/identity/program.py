@@ -25,16 +25,16 @@ from common.identity.secret import keyrings
 from common.identity.tokens import Identity, TokenAuthentication
 
 
-def check_exposure(host: str, *, asked: bool, insecure: bool) -> None:
+def check_exposure(host: str, *, authenticated: bool, insecure: bool) -> None:
     """Check that a port is not exposed without authentication.
 
     Args:
-        asked: callers need a secret or a certificate.
+        authenticated: callers need a secret or a certificate.
         insecure: the user has explicitly allowed exposure.
     Raises:
         ConfigError: other hosts can reach the port, without authentication and without `insecure`.
     """
-    if not (asked or insecure or is_loopback(host)):
+    if not (authenticated or insecure or is_loopback(host)):
         raise ConfigError(
             f"--host {host} is reachable from other hosts, and callers would need neither secret "
             "nor certificate: set --secret-file (`baton cluster-secret` prints a secret), --tls-ca "
@@ -83,7 +83,9 @@ def guard_of(
         ConfigError: other hosts could connect too, and this is not explicitly allowed.
     """
     mutual = certificates is not None and certificates.config.mutual
-    check_exposure(server.host, asked=identity is not None or mutual, insecure=server.insecure)
+    check_exposure(
+        server.host, authenticated=identity is not None or mutual, insecure=server.insecure
+    )
     if identity is not None:
         return CallAuthenticator(TokenAuthentication(identity), count)
     return CallAuthenticator(identify_by_certificate, count) if mutual else None

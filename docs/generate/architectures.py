@@ -102,17 +102,17 @@ def examined(kind: str) -> Found:
         ) as error:
             return Found(**found, reason=reason or f"no tiny one could be made: {_line(error)}")
         try:
-            servable = open_checkpoint(directory, "transformers")
+            loadable = open_checkpoint(directory, "transformers")
         except ConfigError as error:
             return Found(**found, reason=_reason(error))
-        context = min(512, servable.spec.context_length)
+        context = min(512, loadable.spec.context_length)
         source = random.Random(0)
         lengths = sorted({min(length, context - NUM_TOKENS) for length in LENGTHS})
         prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
         reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
         expected = [_own(reference.eval(), prompt) for prompt in prompts]
         same = _through_a_pair(directory, context, prompts, expected)
-        kept = {f"{kv.kv_heads} x {kv.head_dim}" for kv in servable.spec.layers}
+        kept = {f"{kv.kv_heads} x {kv.head_dim}" for kv in loadable.spec.layers}
         return Found(
             **found,
             asked=2 * NUM_TOKENS * len(prompts),
@@ -142,8 +142,8 @@ def _through_a_pair(
     directory: Path, context: int, prompts: Sequence[list[int]], expected: Sequence[list[int]]
 ) -> int:
     """Return how many of the generated tokens equal those of the class's own forward."""
-    servable = open_checkpoint(directory, "transformers")
-    loaded = Loaded(directory, servable.load(LoadTarget(CPU, torch.float32)))
+    loadable = open_checkpoint(directory, "transformers")
+    loaded = Loaded(directory, loadable.load(LoadTarget(CPU, torch.float32)))
     same = 0
     with PairRig(
         loaded,
@@ -164,15 +164,15 @@ def _by_ranks(
     directory: Path, context: int, prompts: Sequence[list[int]], expected: Sequence[list[int]]
 ) -> str:
     """Return why ranks do not compute the expected tokens, or ""."""
-    servable, loading = open_checkpoint(directory, "transformers"), threading.Lock()
+    loadable, loading = open_checkpoint(directory, "transformers"), threading.Lock()
     try:
-        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, RANKS)))
+        loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, RANKS)))
     except ConfigError as error:
         return str(error).partition(f"{RANKS} ranks: ")[2] or str(error)
 
     def tokens(share: Share) -> list[list[int]]:
         with loading:  # transformers sets globals meanwhile
-            model = servable.load(LoadTarget(CPU, torch.float32, share=share))
+            model = loadable.load(LoadTarget(CPU, torch.float32, share=share))
         steps = Steps(model, num_slots=len(prompts), context_length=context, share=share)
         generated = steps.generate(prompts, NUM_TOKENS, chunk=CHUNK_TOKENS)
         steps.close()

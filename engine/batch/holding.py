@@ -11,7 +11,8 @@ from engine.batch.batch import Ints
 
 NO_PAGE = -1  # page 0 is valid
 _NO_PAGES = np.empty(0, np.int32)
-_FIRST = np.array(0, np.int32)  # numpy would convert a Python int in every call
+# Arrays, because numpy would convert a Python int in every call, half the time of a short one.
+ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)
 
 
 class PageHolding(msgspec.Struct, frozen=True, eq=False):
@@ -59,7 +60,7 @@ class PageHolding(msgspec.Struct, frozen=True, eq=False):
         """Return a copy of all present pages, table by table, then the state pages. All are
         distinct."""
         pages = self.tables.ravel()
-        present = pages[pages >= _FIRST]
+        present = pages[pages >= ZERO]
         return np.concatenate((present, self.state)) if len(self.state) else present
 
     def pages_of(self, spans: Iterable[PageSpan]) -> Ints:

@@ -91,9 +91,9 @@ class Request:
     engine_crashes: int = 0  # engine crashes while it was running, see common/request.py
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
-    brought: bool | None = None  # result of the offload tier's lookup. False: the load is under way
+    loaded: bool | None = None  # result of the offload tier's lookup. False: the load is under way
     # Times when loads began and ended, alternating.
-    bringing: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
     encoding: Any = None  # core.EncodingJob of its images. None: not looked up yet
     encoded: list[float] = field(default_factory=list)  # times when their encoding began and ended
     slot: int | None = field(default=None)
@@ -156,11 +156,11 @@ class Request:
         else:
             self.away.pop()
 
-    def note_brought(self, now: float) -> None:
+    def note_loaded(self, now: float) -> None:
         """Record the end of a load from an offload tier, if one is under way."""
-        if len(self.bringing) % 2:
-            self.bringing.append(now)
-            del self.bringing[: -2 * MAX_ABSENCES]
+        if len(self.loads) % 2:
+            self.loads.append(now)
+            del self.loads[: -2 * MAX_ABSENCES]
 
     @property
     def is_encoding(self) -> bool:

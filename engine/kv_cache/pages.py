@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from common.errors import EngineFault
 from engine.batch.batch import Ints
-
-# Arrays, because numpy would convert a Python int in every call, half the time of a short one.
-ZERO, ONE = np.array(0, np.int32), np.array(1, np.int32)
+from engine.batch.holding import ONE, ZERO
 
 # numpy indexes several times faster with np.intp, so each call converts the pages once.
 Pages: TypeAlias = NDArray[np.integer[Any]]

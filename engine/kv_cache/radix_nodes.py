@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
-from engine.batch.holding import NO_PAGE
-from engine.kv_cache.pages import ZERO, PageAllocator, PageHolder
+from engine.batch.holding import NO_PAGE, ZERO
+from engine.kv_cache.pages import PageAllocator, PageHolder
 
 KEY_BYTES = 16
 PageKey = bytes

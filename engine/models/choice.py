@@ -133,7 +133,7 @@ def open_checkpoint(
     return TransformersCheckpoint(directory, because)
 
 
-def constants(servable: LoadableModel) -> dict[str, str]:
+def constants(loadable: LoadableModel) -> dict[str, str]:
     """Return the fields of a model's fingerprint that do not change with the weights. They are
     independent of the location.
 
@@ -141,17 +141,17 @@ def constants(servable: LoadableModel) -> dict[str, str]:
     uses), and `drafter` (the draft layer, which also has KV).
     """
     return {
-        "architecture": servable.spec.architecture,
-        "model_backend": servable.backend,
-        "config": servable.config_hash(),
-        "drafter": servable.drafter,
+        "architecture": loadable.spec.architecture,
+        "model_backend": loadable.backend,
+        "config": loadable.config_hash(),
+        "drafter": loadable.drafter,
     }
 
 
-def stored_of(servable: LoadableModel, directory: Path) -> dict[str, StoredTensor]:
+def stored_of(loadable: LoadableModel, directory: Path) -> dict[str, StoredTensor]:
     """Return the stored tensors of the model by name. Raise ConfigError if some are missing."""
     tensors = Checkpoint(directory).tensors
-    return {name: tensors[name] for name in sorted(servable.stored())}
+    return {name: tensors[name] for name in sorted(loadable.stored())}
 
 
 def tokenizer_hash(directory: Path) -> str:

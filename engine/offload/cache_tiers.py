@@ -2,7 +2,7 @@
 
     the tree learns a page --save--> host memory too --write--> a file too
     ... evicted when space is needed: tree first, host memory next, files last ...
-    the tree  <--bring--  host memory  <--read--  a file,  before a prompt's turn
+    the tree  <--load--  host memory  <--read--  a file,  before a prompt's turn
 
 Inserted pages are copied to the tiers at once, concurrently with steps. Eviction therefore never
 waits, because the copy already exists. Only requests that will use a copy wait for it. Loaded pages
@@ -41,7 +41,7 @@ class CacheTiers:
         host: the tier of host memory.
         files: the tier below host memory. None: there are no files.
         saves: saves of inserted pages to host memory.
-        brought_pages: loaded pages of all tables since the start, used or not.
+        loaded_pages: loaded pages of all tables since the start, used or not.
         used_pages: loaded pages of tokens from which a request has continued since the start. Key:
             whether only a file had them.
 
@@ -64,7 +64,7 @@ class CacheTiers:
         self.host = host = HostCache(host_pages, tables.width, below)
         self.files = None if filed is None or store is None else FileTier(host, filed, store)
         self.saves = TierSaves(host, pages, copier, self.files)
-        self.brought_pages = 0
+        self.loaded_pages = 0
         self.used_pages = {False: 0, True: 0}
         # Loaded pages from which no request has continued yet, with the key in `used_pages`.
         self._unused: dict[PageKey, bool] = {}
@@ -72,8 +72,8 @@ class CacheTiers:
         self._pages = pages
         self._tables = tables
         self._copier = copier
-        self._ways = TierMatches(host.index, below[0] if below else None, cache, tables)
-        self._brings = TierCopies(host, pages)
+        self._matches = TierMatches(host.index, below[0] if below else None, cache, tables)
+        self._loads = TierCopies(host, pages)
         # Callbacks of waiting requests, by TierMatch.key.
         self._coming: dict[PageKey, list[Callable[[], None]]] = {}
         self._age = 0  # number of removals of pages from all tiers
@@ -94,16 +94,16 @@ class CacheTiers:
     def busy(self) -> bool:
         """Return whether copies are in progress, or pages are being read or written."""
         files = self.files is not None and self.files.busy
-        return bool(self.saves.copies or self._brings or files)
+        return bool(self.saves.copies or self._loads or files)
 
     def copied(self) -> Iterator[Ints]:
         """Yield the device pages that copies hold."""
         yield from self.saves.copies.device_pages()
-        yield from self._brings.device_pages()
+        yield from self._loads.device_pages()
 
     def copied_on_host(self) -> Iterator[Ints]:
         yield from self.saves.copies.host_pages()
-        yield from self._brings.host_pages()
+        yield from self._loads.host_pages()
         if self.files is not None:
             yield from self.files.host_pages()
 
@@ -116,7 +116,7 @@ class CacheTiers:
         self.saves.poll()
         if self.files is not None:
             self.files.poll()
-        self._brings.poll()
+        self._loads.poll()
 
     def close(self) -> None:
         """Stop the threads of files. Writes that are not submitted yet are dropped."""
@@ -163,7 +163,7 @@ class CacheTiers:
 
     def way(self, token_ids: Ints, namespace: Namespace) -> TierMatch | None:
         """Return the loadable pages for these tokens, or None if a load is not worth it."""
-        return self._ways.find(token_ids, namespace)
+        return self._matches.find(token_ids, namespace)
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
         """Record that a request continues from all of these tokens, which are in the tree."""
@@ -177,80 +177,80 @@ class CacheTiers:
     def load(
         self, token_ids: Ints, namespace: Namespace, room: int, then: Callable[[], None]
     ) -> bool:
-        """Start to load pages for these tokens, if that is worth it. See `bring`."""
-        way = self.way(token_ids, namespace)
-        return way is not None and self.bring(way, room, then)
+        """Start to load pages for these tokens, if that is worth it. See `load_match`."""
+        match = self.way(token_ids, namespace)
+        return match is not None and self.load_match(match, room, then)
 
-    def bring(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
+    def load_match(self, match: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Start a load, or wait for a load in progress that begins with the same page.
 
         Args:
-            way: a current result of `way`.
+            match: a current result of `way`.
             room: pages that may be allocated now.
             then: called by `poll` at the end of the load, if this returns True.
         """
-        coming = self._coming.get(way.key)
+        coming = self._coming.get(match.key)
         if coming is not None:
-            coming.append(lambda: self._bring_rest(self._find(way), room, then))
+            coming.append(lambda: self._load_rest(self._find(match), room, then))
             return True
-        if len(way.host) > room:
+        if len(match.host) > room:
             return False
-        return self._read(way, room, then) if way.filed else self._bring(way, then)
+        return self._read(match, room, then) if match.filed else self._load_from_host(match, then)
 
     def _find(self, wanted: TierMatch) -> TierMatch | None:
         return self.way(wanted.token_ids, wanted.namespace)
 
-    def _bring_rest(self, way: TierMatch | None, room: int, then: Callable[[], None]) -> None:
+    def _load_rest(self, match: TierMatch | None, room: int, then: Callable[[], None]) -> None:
         """Load the remaining pages of a request, after the end of the load for which it waited."""
-        if way is None or not self.bring(way, room, then):
+        if match is None or not self.load_match(match, room, then):
             then()
 
-    def _read(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
+    def _read(self, match: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Read pages from files. Then load the pages that are in host memory."""
 
         def read() -> None:
-            there = self._ways.find(way.token_ids, way.namespace, filed=False)
-            self._bring_rest(there, room, then)
+            there = self._matches.find(match.token_ids, match.namespace, filed=False)
+            self._load_rest(there, room, then)
 
         assert self.files is not None
-        if not self.files.read(way.filed, way.kept, lambda: self._over(way)):
+        if not self.files.read(match.filed, match.kept, lambda: self._over(match)):
             return False
-        self._coming[way.key] = [read]
+        self._coming[match.key] = [read]
         return True
 
-    def _bring(self, way: TierMatch, then: Callable[[], None]) -> bool:
-        match = self._cache.match(way.token_ids, way.namespace)
-        prefix = match.shared[:, : way.prefix].ravel()
+    def _load_from_host(self, match: TierMatch, then: Callable[[], None]) -> bool:
+        cached = self._cache.match(match.token_ids, match.namespace)
+        prefix = cached.shared[:, : match.prefix].ravel()
         self._pages.hold(prefix, PageHolder.COPY)
-        fresh = self._cache.allocate(len(way.host), PageHolder.COPY)
+        fresh = self._cache.allocate(len(match.host), PageHolder.COPY)
         if fresh is None:
             self._pages.drop(prefix, PageHolder.COPY)
             return False
-        self._coming[way.key] = [then]
-        copy, age = self._copier.bring(PageCopies(fresh, way.host)), self._age
+        self._coming[match.key] = [then]
+        copy, age = self._copier.bring(PageCopies(fresh, match.host)), self._age
         held = np.concatenate((prefix, fresh))
-        self._brings.add(copy, held, way.kept, lambda: self._take_in(way, fresh, age))
+        self._loads.add(copy, held, match.kept, lambda: self._take_in(match, fresh, age))
         return True
 
-    def _take_in(self, way: TierMatch, fresh: Ints, age: int) -> None:
+    def _take_in(self, match: TierMatch, fresh: Ints, age: int) -> None:
         """Insert loaded pages into the tree."""
-        here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
+        here = self._cache.match(match.token_ids, match.namespace).shared[:, : match.prefix]
         # Otherwise the pages, or the prefix before them, were removed in the meantime.
-        if age == self._age and here.shape[1] == way.prefix:
-            holding = PageHolding.laid_out(self._tables, here, fresh, len(way.token_ids))
-            self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
-            self.brought_pages += len(fresh)
-            gained = way.gained // self._tables.page_size
-            keys = self._cache.keys(way.token_ids, way.namespace)[-gained:]
+        if age == self._age and here.shape[1] == match.prefix:
+            holding = PageHolding.laid_out(self._tables, here, fresh, len(match.token_ids))
+            self._cache.insert(match.token_ids, holding, match.namespace, state=holding.state)
+            self.loaded_pages += len(fresh)
+            gained = match.gained // self._tables.page_size
+            keys = self._cache.keys(match.token_ids, match.namespace)[-gained:]
             for key in keys:
                 entry = self.host.index.get(key)
                 self._unused[key] = entry is not None and entry.from_file
-            for kept in way.kept:
+            for kept in match.kept:
                 kept.from_file = False
-        self._over(way)
+        self._over(match)
 
-    def _over(self, way: TierMatch) -> None:
-        for then in self._coming.pop(way.key):
+    def _over(self, match: TierMatch) -> None:
+        for then in self._coming.pop(match.key):
             then()
 
 
@@ -261,7 +261,7 @@ def tier_gauges(tiers: CacheTiers, page_bytes: int) -> Mapping[str, float]:
         "tier_pages/host": host.num_cached,
         "total_tier_tokens/host": tiers.host_tokens,
         "total_tier_bytes/saved": tiers.saves.num_pages * page_bytes,
-        "total_tier_bytes/loaded": tiers.brought_pages * page_bytes,
+        "total_tier_bytes/loaded": tiers.loaded_pages * page_bytes,
         "total_tier_evicted/host": host.index.num_evicted,
     }
     if files is None:

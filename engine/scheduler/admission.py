@@ -434,15 +434,15 @@ class PrefillAdmission:
             return False
 
         def over() -> None:
-            request.brought = True
-            request.note_brought(self._clock())
+            request.loaded = True
+            request.note_loaded(self._clock())
 
-        if request.brought is None:
+        if request.loaded is None:
             wanted = request.reusable_tokens, request.namespace
             if self._tiers.load(*wanted, self._cache.num_available, over):
-                request.brought = False
-                request.bringing.append(self._clock())
-        return request.brought is False
+                request.loaded = False
+                request.loads.append(self._clock())
+        return request.loaded is False
 
     def _outside_images(self, request: Request, start: int, end: int) -> int:
         """Return the end of a chunk, moved out of images whose tokens attend to the whole image.

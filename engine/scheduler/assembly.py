@@ -32,12 +32,13 @@ from engine.batch.batch import (
     ScheduleBatch,
     StateCheckpoint,
 )
+from engine.batch.holding import ONE
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
 from engine.grammar.matching import Match
-from engine.kv_cache.pages import ONE, PageAllocator, PageHolder, Pages
+from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
 from engine.kv_cache.radix_nodes import NO_STATE
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps

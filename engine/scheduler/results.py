@@ -22,9 +22,10 @@ from engine.batch.batch import (
     RowLogprobRequest,
     ScheduleBatch,
 )
+from engine.batch.holding import ONE
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import EngineCore
-from engine.kv_cache.pages import ONE, PageHolder
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.retraction import RetractedRequests

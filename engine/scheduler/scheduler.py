@@ -17,10 +17,10 @@ from common.distribution import HistogramCounts
 from common.errors import EngineFault, FailedPrecondition, InvalidRequest
 from common.queueing import PriorityClass
 from engine.batch.batch import BatchResult, Ints, ScheduleBatch
-from engine.batch.holding import PageHolding
+from engine.batch.holding import ONE, PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
 from engine.core import EngineCore
-from engine.kv_cache.pages import ONE, PageHolder, Pages
+from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, KeptCapacity, PageDemand
 from engine.scheduler.assembly import DecodeRows, LaunchedSteps, Speculation, StepAssembler

@@ -138,7 +138,7 @@ class SlotOwners:
         slot = request.slot
         assert slot is not None
         request.token_ids = self._table.tokens_of(slot)
-        request.brought = request.encoding = None
+        request.loaded = request.encoding = None
         request.given_by.clear()
         self._leave(slot, request)
         self._admission.waiting.put_back(request)

@@ -15,13 +15,11 @@ import msgspec
 
 from common import rpc
 from common.errors import (
-    DeadlineExceeded,
+    REQUEST_ERRORS,
     EngineDied,
-    InvalidRequest,
     NodeUnavailable,
     Overloaded,
     QueueFull,
-    RequestAborted,
     RequestFailed,
     ServingError,
     cut,
@@ -45,18 +43,6 @@ _MAX_CALLS = 32  # concurrent calls to one node from this router; a node accepts
 _MAX_RETRY_S = 3600.0
 _LATE_S = 1.0  # seconds added to the budget, because the node's own error is more specific
 _NO_NODE = ""  # in place of a decode node
-
-_ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
-    error.status: error
-    for error in (
-        InvalidRequest,
-        DeadlineExceeded,
-        NodeUnavailable,
-        RequestAborted,
-        RequestFailed,
-        EngineDied,
-    )
-}
 
 
 class PoolingNode:
@@ -190,8 +176,10 @@ def _serving_error(error: grpc.aio.AioRpcError) -> ServingError:
     sentence = cut(error.details() or error.code().name)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return NodeUnavailable("this version of a prefill node does not support embeddings")
-    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return _ERRORS.get(error.code(), RequestFailed)(sentence)
+    if error.code() is EngineDied.status:
+        return EngineDied(sentence)
+    if error.code() is not Overloaded.status:
+        return REQUEST_ERRORS.get(error.code().value[0], RequestFailed)(sentence)
     for name, value in error.trailing_metadata() or ():
         if name == "retry-after" and str(value).isdecimal():
             return QueueFull(sentence, min(float(value), _MAX_RETRY_S))

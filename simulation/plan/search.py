@@ -1,4 +1,4 @@
-"""Search for the layouts with the highest request rate within the latency objectives."""
+"""Search for the layouts with the highest request rate within the latency targets."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Candidate(msgspec.Struct, frozen=True):
     """A layout with its predicted capacity.
 
     Attributes:
-        capacity: highest rate within the objectives, in requests/s. 0: none.
+        capacity: highest rate within the targets, in requests/s. 0: none.
         bottleneck: resource or objective that limits the capacity.
         forecast: latency at the rate of the load.
         slots: running requests of a decode node at the capacity.
@@ -113,21 +113,21 @@ class Plan(msgspec.Struct, frozen=True):
         return f"{name} nodes are better: they serve {better / other - 1:.0%} more requests/s."
 
 
-def make_plan(cluster: Hardware, traffic: Traffic, objectives: LatencyTargets) -> Plan:
+def make_plan(hardware: Hardware, traffic: Traffic, targets: LatencyTargets) -> Plan:
     """Return the predicted capacity of every layout, by closed forms.
 
     Raises:
         ValueError: the cost model does not support the GPU or the model, the model fits on no node,
             or a request is longer than the model's context.
     """
-    steps = _node_sizes(cluster, traffic)
+    steps = _node_sizes(hardware, traffic)
     found = [
-        _candidate(layout, steps, traffic, objectives, cluster.path)
-        for layout in layouts(cluster.gpus, steps.keys())
+        _candidate(layout, steps, traffic, targets, hardware.path)
+        for layout in layouts(hardware.gpus, steps.keys())
     ]
     found.sort(key=lambda each: (-each.capacity, each.forecast.ttft))
     band = max(each.cost.band for each in steps.values())
-    nodes = tuple(_figures(tp, each, traffic, cluster.path) for tp, each in steps.items())
+    nodes = tuple(_figures(tp, each, traffic, hardware.path) for tp, each in steps.items())
     marks = ties([each.capacity for each in found], band)
     ranked = (
         msgspec.structs.replace(each, tie=tie) for each, tie in zip(found, marks, strict=True)
@@ -148,21 +148,21 @@ def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeEsti
     )
 
 
-def _node_sizes(cluster: Hardware, traffic: Traffic) -> Mapping[int, NodeSteps]:
+def _node_sizes(hardware: Hardware, traffic: Traffic) -> Mapping[int, NodeSteps]:
     """Return the step times by number of GPUs of a node, for sizes on which the model can run."""
-    if not 1 <= cluster.gpus <= MAX_GPUS:
-        raise ValueError(f"{cluster.gpus} GPUs: expected 1 to {MAX_GPUS}")
+    if not 1 <= hardware.gpus <= MAX_GPUS:
+        raise ValueError(f"{hardware.gpus} GPUs: expected 1 to {MAX_GPUS}")
     costs, reason = {}, ""
-    for tp in (tp for tp in TP_SIZES if tp <= cluster.gpus):
+    for tp in (tp for tp in TP_SIZES if tp <= hardware.gpus):
         try:
-            costs[tp] = StepCost.of(cluster.gpu, cluster.model, tp)
+            costs[tp] = StepCost.of(hardware.gpu, hardware.model, tp)
         except ValueError as error:
             reason = str(error)
     if not costs:
         raise ValueError(reason)
     if not all(each.kv.is_uniform for each in costs.values()):
         raise ValueError(
-            f"model {cluster.model!r}: plans do not support layers with windows or states"
+            f"model {hardware.model!r}: plans do not support layers with windows or states"
         )
     limit = next(iter(costs.values())).context_length
     if traffic.longest > limit:
@@ -174,7 +174,7 @@ def _candidate(
     layout: Layout,
     steps: Mapping[int, NodeSteps],
     traffic: Traffic,
-    objectives: LatencyTargets,
+    targets: LatencyTargets,
     path: str,
 ) -> Candidate:
     decode, prefill = steps[layout.decode_tp], steps[layout.prefill_tp]
@@ -186,7 +186,7 @@ def _candidate(
         return disaggregated(load, prefill, decode, (layout.prefill, layout.decode), path)
 
     def bottleneck(rate: float) -> str:
-        return forecast(rate).bottleneck(objectives)
+        return forecast(rate).bottleneck(targets)
 
     capacity = 0.0
     if not bottleneck(_LEAST_RATE):

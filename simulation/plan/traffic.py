@@ -156,10 +156,10 @@ class Forecast(msgspec.Struct, frozen=True):
     kv_used: float = 0.0
     link_busy: float = 0.0
 
-    def bottleneck(self, objectives: LatencyTargets) -> str:
+    def bottleneck(self, targets: LatencyTargets) -> str:
         """Return the first resource or objective that limits the layout. "": none."""
         if self.exhausted:
             return self.exhausted
-        if self.tpot > objectives.tpot:
+        if self.tpot > targets.tpot:
             return "TPOT"
-        return "TTFT" if self.ttft > objectives.ttft else ""
+        return "TTFT" if self.ttft > targets.ttft else ""

@@ -136,7 +136,7 @@ class Scripted:
 
     async def generate(
         self,
-        wanted: GenerateParams,
+        request: GenerateParams,
         client: Client,
         write: Any,
         traceparent: str = "",
@@ -171,7 +171,7 @@ def kept(scripted: Scripted) -> IdempotencyCache:
     return IdempotencyCache(scripted, keep_s=LONG_S)
 
 
-def _wanted() -> GenerateParams:
+def _request() -> GenerateParams:
     prompt = SharedPrompt(TextPrompt("x"))
     sampling = SamplingParams(max_tokens=8, seed=1)
     return GenerateParams(prompt=prompt, together=RequestGroup([prompt], 1), sampling=sampling)
@@ -185,19 +185,19 @@ def _last(text: str = "") -> FinalChunk:
     return FinalChunk(text, (2,), "stop", None, AnswerUsage(1, 2, None), 0)
 
 
-def _retry(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> IdempotentRetry:
-    retry = kept.retry(client, "key", lambda: asked, "own id")
+def _retry(kept: IdempotencyCache, client: Client = ME, content: bytes = b"a") -> IdempotentRetry:
+    retry = kept.retry(client, "key", lambda: content, "own id")
     assert retry is not None
     return retry
 
 
-async def _follow(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> str:
+async def _follow(kept: IdempotencyCache, client: Client = ME, content: bytes = b"a") -> str:
     texts: list[str] = []
 
     async def write(piece: OutputChunk | FinalChunk) -> None:
         texts.append(piece.text)
 
-    await kept.generate(_wanted(), client, write, retry=_retry(kept, client, asked))
+    await kept.generate(_request(), client, write, retry=_retry(kept, client, content))
     return "".join(texts)
 
 
@@ -211,7 +211,7 @@ async def test_two_simultaneous_requests_follow_one_response(scripted, kept):
 
 async def test_a_repeated_request_knows_the_rendered_prompt(scripted, kept):
     """The rendered prompt decides whether a response is parsed as reasoning or content."""
-    first, again = _wanted(), _wanted()
+    first, again = _request(), _request()
     first.prompt.rendering = RenderedPrompt(1, "<think>")
     seen: list[str] = []
 
@@ -231,7 +231,7 @@ async def test_no_client_gets_the_response_of_another(scripted, kept):
         assert await _follow(kept, client) == text
     assert await _follow(kept) == "mine"
     with pytest.raises(InvalidRequest, match="another request"):
-        _retry(kept, asked=b"b")
+        _retry(kept, content=b"b")
 
 
 async def test_a_failed_request_is_generated_again(scripted, kept):
@@ -277,7 +277,7 @@ async def test_a_response_too_large_to_keep_reaches_only_its_present_readers():
         await may_take.acquire()
         texts.append(piece.text)
 
-    following = asyncio.create_task(kept.generate(_wanted(), ME, write, retry=_retry(kept)))
+    following = asyncio.create_task(kept.generate(_request(), ME, write, retry=_retry(kept)))
     for _ in range(8):
         scripted.said.put_nowait(_piece("x" * 1000))
     scripted.said.put_nowait(_last("the end"))
@@ -302,16 +302,16 @@ async def test_only_the_length_of_a_prompt_is_kept():
 
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=LONG_S)
-    wanted = _wanted()
+    request = _request()
     given = Tokens([1])
-    wanted.prompt.prompt = TokenIdsPrompt(given)
+    request.prompt.prompt = TokenIdsPrompt(given)
     tokens = weakref.ref(given)
     scripted.said.put_nowait(_last("a"))
 
     async def write(piece: OutputChunk | FinalChunk) -> None:
         pass
 
-    await kept.generate(wanted, ME, write, retry=_retry(kept))
-    del wanted, given
+    await kept.generate(request, ME, write, retry=_retry(kept))
+    del request, given
     await eventually(lambda: gc.collect() >= 0 and tokens() is None)
     assert len(kept) == 1

@@ -43,9 +43,9 @@ def operators(monkeypatch):
 
 def refusal(directory, dtype=torch.float32, where=CPU, **settings):
     config = EngineConfig(model=str(directory), batch_invariant=True, **settings)
-    servable = open_checkpoint(directory, config.model_backend)
+    loadable = open_checkpoint(directory, config.model_backend)
     with pytest.raises(ConfigError) as error:
-        batch_invariance.check(config, where, dtype, servable)
+        batch_invariance.check(config, where, dtype, loadable)
     return str(error.value)
 
 
@@ -261,8 +261,8 @@ class TestGpu:
         assert words in refusal(checkpoint, where=self.WHERE)
         batch_invariance.record(self.WHERE, passed=True)
         config = EngineConfig(model=str(checkpoint), batch_invariant=True)
-        servable = open_checkpoint(checkpoint)
-        batch_invariance.check(config, self.WHERE, torch.bfloat16, servable)
+        loadable = open_checkpoint(checkpoint)
+        batch_invariance.check(config, self.WHERE, torch.bfloat16, loadable)
         assert batch_invariance.arithmetic(1, "native", self.WHERE) == "a GPU"
 
     @pytest.mark.parametrize(
@@ -322,8 +322,8 @@ def test_a_state_that_depends_on_chunks_is_reported(tmp_path, monkeypatch):
 def test_nodes_with_other_arithmetic_do_not_pair(checkpoint, monkeypatch):
     def hello(instance, *, promised):
         config = EngineConfig(model=str(checkpoint), batch_invariant=promised)
-        servable, float32 = open_checkpoint(checkpoint), Precision(torch.float32, "asked for")
-        fields = model_fields(config, OpenedModel(checkpoint, servable, CPU, float32))
+        loadable, float32 = open_checkpoint(checkpoint), Precision(torch.float32, "asked for")
+        fields = model_fields(config, OpenedModel(checkpoint, loadable, CPU, float32))
         return PairHello.of(instance, f"node-{instance}:1", fields, [PoolRegion(0, 1, 1)], 0)
 
     compare(hello(1, promised=True), hello(2, promised=True))

@@ -20,7 +20,7 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.models.vision.encoder_thread import EncoderThread
 from kvtransfer.messages import Embeddings, HandoffId
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
-from tests.kvtransfer.search.prefix_sides import Posts
+from tests.kvtransfer.search.sides.prefix import Posts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.vision import SIDE, make_vision_checkpoint
 
@@ -41,7 +41,7 @@ def picture(colour: int, rows: int = 2, columns: int = 3) -> Image:
 class Rig:
     def __init__(self, loaded: LoadedEncoder, num_pages: int) -> None:
         self.loaded, self.port, self._news = loaded, Posts(), threading.Event()
-        spec, dtype = loaded.opened.servable.spec, loaded.opened.precision.dtype
+        spec, dtype = loaded.opened.loadable.spec, loaded.opened.precision.dtype
         self.pages = PageAllocator(num_pages)
         self.encoder = EncoderThread(loaded.tower, loaded.pool.tensor, spec.image_token_size, dtype)
         self.encoder.notify = self._news.set

@@ -101,7 +101,7 @@ async def test_a_request_that_progresses_but_is_present_in_every_crash_ends(mode
 async def test_nodes_that_are_shut_down_charge_no_request(model):
     """There are more shutdowns than a request may have lost nodes. Responses that have begun
     migrate before a shutdown, which is tested with real nodes
-    (tests/integration/test_membership.py)."""
+    (tests/integration/operations/test_membership.py)."""
     async with decode_nodes(model, MAX_REPLAYS + 3) as (client, _, stubs):
         call = ask(client, max_tokens=50)
         for _ in range(MAX_REPLAYS + 2):

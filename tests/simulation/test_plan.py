@@ -52,12 +52,12 @@ def test_running_requests_obey_littles_law():
 
 def test_the_first_bottleneck_is_named():
     slow_link = Hardware(8, "h100", "llama-3-8b", "tcp25")
-    for cluster, objectives, expected in (
+    for hardware, targets, expected in (
         (slow_link, LatencyTargets(0.5, 0.05), "link"),
         (CLUSTER, LatencyTargets(0.5, 0.007), "TPOT"),
         (CLUSTER, LatencyTargets(0.045, 0.05), "TTFT"),
     ):
-        best = make_plan(cluster, LOAD, objectives).best(disaggregated=True)
+        best = make_plan(hardware, LOAD, targets).best(disaggregated=True)
         assert best.bottleneck == expected
     nothing = make_plan(CLUSTER, LOAD, LatencyTargets(0.001, 0.05))
     assert nothing.verdict == "No layout meets the objectives at any rate."

@@ -179,10 +179,10 @@ def _us(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def memory(options: argparse.Namespace) -> Rows:
-    servable = open_checkpoint(_model(options))
+    loadable = open_checkpoint(_model(options))
 
     def num_bytes(share: Share) -> int:
-        return servable.weight_bytes(LoadTarget(torch.device("cpu"), torch.float32, share=share))
+        return loadable.weight_bytes(LoadTarget(torch.device("cpu"), torch.float32, share=share))
 
     whole = num_bytes(Share())
     return [

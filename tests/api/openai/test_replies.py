@@ -81,10 +81,10 @@ class OneTooSlow:
         self._all_ended = asyncio.Event()
 
     async def generate(
-        self, wanted: GenerateParams, client: Client, write: Write, *_: object
+        self, request: GenerateParams, client: Client, write: Write, *_: object
     ) -> None:
         last = FinalChunk("", (), "stop", None, TokenUsage(1, 1, 0), 0)
-        if wanted.request_id.endswith("-0"):
+        if request.request_id.endswith("-0"):
             writing = asyncio.ensure_future(write(last))
             await self._all_ended.wait()
             writing.cancel()

@@ -156,7 +156,7 @@ def test_only_an_operators_key_or_token_gives_access_over_http():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_on_loopback_no_authentication_is_required(host):
-    program.check_exposure(host, asked=False, insecure=False)
+    program.check_exposure(host, authenticated=False, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "no.such.host.invalid"])
@@ -164,6 +164,6 @@ def test_beyond_loopback_authentication_is_required_unless_disabled(host):
     with pytest.raises(
         ConfigError, match=f"--host {host} is reachable from other hosts.*--insecure"
     ):
-        program.check_exposure(host, asked=False, insecure=False)
-    program.check_exposure(host, asked=True, insecure=False)
-    program.check_exposure(host, asked=False, insecure=True)
+        program.check_exposure(host, authenticated=False, insecure=False)
+    program.check_exposure(host, authenticated=True, insecure=False)
+    program.check_exposure(host, authenticated=False, insecure=True)

@@ -302,6 +302,6 @@ def test_weights_take_the_memory_reported_before_loading(
     checkpoint, monkeypatch, architecture, tied, products, dtype, quantize
 ):
     test_devices.use(products, monkeypatch)
-    servable = checkpoint(architecture, tied)
-    decoder = servable.load(LoadTarget(CPU, dtype, quantize))
-    assert servable.weight_bytes(LoadTarget(CPU, dtype, quantize)) == taken_by(decoder)
+    loadable = checkpoint(architecture, tied)
+    decoder = loadable.load(LoadTarget(CPU, dtype, quantize))
+    assert loadable.weight_bytes(LoadTarget(CPU, dtype, quantize)) == taken_by(decoder)

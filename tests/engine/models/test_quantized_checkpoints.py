@@ -118,8 +118,8 @@ MORE = [*(("olmo2", name) for name in FORMATS), ("olmoe", "fp8 by block")]
 def test_transformers_classes_compute_the_values_of_the_numbers(tmp_path, kind, name):
     source = make_tiny(tmp_path / "floats", kind)
     quantised, twin = requantised(source, tmp_path, FORMATS[name])
-    servable = open_checkpoint(quantised)
-    assert servable.backend == "transformers" and servable.spec.stored != NOT_QUANTISED
+    loadable = open_checkpoint(quantised)
+    assert loadable.backend == "transformers" and loadable.spec.stored != NOT_QUANTISED
     found = logits(quantised)
     torch.testing.assert_close(found, logits(twin), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(found, logits(source), atol=1e-3)

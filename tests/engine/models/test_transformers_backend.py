@@ -82,11 +82,11 @@ def test_updated_weights_are_used(checkpoints, tmp_path, kind, quantize):
     fresh = load(new, CPU, torch.float32, quantize, "transformers")
     before, wanted = logits_of(model, TOKENS), logits_of(fresh, TOKENS)
     assert not torch.equal(before, wanted)
-    servable = open_checkpoint(new, "transformers")
-    servable.refill(model)
+    loadable = open_checkpoint(new, "transformers")
+    loadable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
-    servable.drain(model)
-    servable.refill(model)
+    loadable.drain(model)
+    loadable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
 
 
@@ -214,11 +214,11 @@ def test_the_context_length_is_that_of_the_class(checkpoints, tmp_path):
 @pytest.mark.parametrize("kind", ["olmo2", "gpt2", "deepseek_v3"])
 def test_products_use_the_fast_forms_of_the_processor(checkpoints, kind, quantize):
     """bfloat16 and int8 are close to float32, and use the reported memory."""
-    servable = open_checkpoint(checkpoints(kind), "transformers")
+    loadable = open_checkpoint(checkpoints(kind), "transformers")
     seen = []
     for dtype, form in ((torch.float32, "none"), (torch.bfloat16, quantize)):
         try:
-            model = servable.load(LoadTarget(CPU, dtype, form))
+            model = loadable.load(LoadTarget(CPU, dtype, form))
         except ConfigError as error:
             pytest.skip(str(error))
         seen.append(logits_after(model, tokens_of(50, 4), (20, 40, 50))[-1].float())

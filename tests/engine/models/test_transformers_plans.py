@@ -60,8 +60,8 @@ def load(
     directory: Path, share: Share, dtype: torch.dtype = torch.float32, quantize: Quantize = "none"
 ) -> TransformersModel:
     with _LOADING:
-        servable = open_checkpoint(directory, "transformers")
-        model = servable.load(LoadTarget(CPU, dtype, quantize, share))
+        loadable = open_checkpoint(directory, "transformers")
+        model = loadable.load(LoadTarget(CPU, dtype, quantize, share))
     assert isinstance(model, TransformersModel)
     return model
 
@@ -107,16 +107,16 @@ def same(one: Tensor, other: Tensor) -> None:
 
 def check(directory: Path, size: int) -> None:
     """Compare logits, the pages of every rank, and the reported memory."""
-    servable = open_checkpoint(directory, "transformers")
+    loadable = open_checkpoint(directory, "transformers")
     whole = compute(directory, WHOLE)
     ranks = run_ranks(size, lambda share: compute(directory, share))
     for rank, own in enumerate(ranks):
         assert torch.equal(own.logits.nan_to_num(), ranks[0].logits.nan_to_num())
         same(own.logits, whole.logits)
-        for state, pages, every in zip(servable.spec.layers, own.pages, whole.pages, strict=True):
+        for state, pages, every in zip(loadable.spec.layers, own.pages, whole.pages, strict=True):
             heads = state.own(rank, size)
             same(pages, every[:, heads.start : heads.stop])
-        said = servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(rank, size)))
+        said = loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(rank, size)))
         assert said == own.num_bytes < whole.num_bytes
 
 
@@ -143,9 +143,9 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
     if not reason:
         check(directory, 2)
         return
-    servable = open_checkpoint(directory, "transformers")
+    loadable = open_checkpoint(directory, "transformers")
     with pytest.raises(ConfigError, match=reason):
-        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
+        loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_ranks_compute_every_class_that_has_a_plan(kind: str, tmp_path: Path) ->
 def test_classes_that_ranks_cannot_divide_are_rejected(
     kind: str, share: Share, fields: Mapping[str, Any], why: str, tmp_path: Path
 ) -> None:
-    servable = open_checkpoint(make_tiny(tmp_path, kind, **fields), "transformers")
+    loadable = open_checkpoint(make_tiny(tmp_path, kind, **fields), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=share))
+        loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=share))
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_unsupported_plans_are_rejected_by_name(
 ) -> None:
     plan = {**(Olmo2Config.base_model_tp_plan or {}), **entries}
     monkeypatch.setattr(Olmo2Config, "base_model_tp_plan", plan)
-    servable = open_checkpoint(make_tiny(tmp_path, "olmo2"), "transformers")
+    loadable = open_checkpoint(make_tiny(tmp_path, "olmo2"), "transformers")
     with pytest.raises(ConfigError, match=why):
-        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
+        loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2)))
 
 
 def test_a_rank_updates_its_weights(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_a_rank_updates_its_weights(tmp_path: Path) -> None:
     second = make_tiny(tmp_path / "b", "jais2", **fields, seed=1)
 
     def logits(share: Share) -> Tensor:
-        model, servable = load(first, share), open_checkpoint(second, "transformers")
-        servable.drain(model)
+        model, loadable = load(first, share), open_checkpoint(second, "transformers")
+        loadable.drain(model)
         with _LOADING:
-            servable.refill(model)
+            loadable.refill(model)
         return compute(second, share, model).logits
 
     expected = compute(second, WHOLE).logits
@@ -233,11 +233,11 @@ def test_parts_of_products_use_the_fast_forms_of_the_processor(
     quantize: Quantize, tmp_path: Path
 ) -> None:
     directory = make_tiny(tmp_path, "hyperclovax", tie_word_embeddings=True, **TWO_LAYERS)
-    servable = open_checkpoint(directory, "transformers")
+    loadable = open_checkpoint(directory, "transformers")
 
     def logits(share: Share) -> Tensor:
         model = load(directory, share, dtype=torch.bfloat16, quantize=quantize)
-        said = servable.weight_bytes(LoadTarget(CPU, torch.bfloat16, quantize, share))
+        said = loadable.weight_bytes(LoadTarget(CPU, torch.bfloat16, quantize, share))
         assert said == nbytes(model)
         return compute(directory, share, model).logits.float()
 

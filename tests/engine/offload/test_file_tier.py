@@ -25,8 +25,8 @@ from tests.engine.offload.test_host_tier import (
     Talks,
     Watcher,
     ask,
-    bring,
     drawn,
+    load,
     talking_rig,
 )
 from tests.support.engine.engine_rig import Rig
@@ -50,8 +50,8 @@ def file_of(path: Path, name: str = "pages") -> Path:
 def forgotten(rig: Rig, prompt: list[int]) -> None:
     """Use so many other prompts that only files have this one."""
     FileTier(Path()).forget(rig, prompt)
-    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
-    assert way is not None and len(way.filed) == len(prompt) // SIZE
+    match = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    assert match is not None and len(match.filed) == len(prompt) // SIZE
 
 
 def test_a_prefix_is_found_after_a_restart(tmp_path):
@@ -221,7 +221,7 @@ def test_watchers_are_notified_of_a_changed_page(tmp_path):
     name = page_names(prompt, SIZE, SHARED)[5]
     told.check()
     assert name in told.names
-    bring(rig, prompt)
+    load(rig, prompt)
     told.check()
     assert name not in told.names
 

@@ -59,9 +59,9 @@ def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
 def bring_four_pages(engine: Engine, tokens: Ints) -> int:
     """Load these tokens from files. Return the number of tokens on the device."""
     over: list[bool] = []
-    way = engine.tiers.way(tokens, b"")
-    assert way is not None and len(way.filed) == 4
-    assert engine.tiers.bring(way, 16, lambda: over.append(True))
+    match = engine.tiers.way(tokens, b"")
+    assert match is not None and len(match.filed) == 4
+    assert engine.tiers.load_match(match, 16, lambda: over.append(True))
     poll_until(engine, lambda: over)
     return engine.cache.match(tokens).num_tokens
 

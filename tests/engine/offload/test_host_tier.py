@@ -43,11 +43,13 @@ def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> 
     return request
 
 
-def bring(rig: Rig, prompt: list[int]) -> None:
+def load(rig: Rig, prompt: list[int]) -> None:
     """Load the part of a prompt that lower tiers have to the device."""
     done = list[bool]()
-    way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
-    assert way is not None and rig.tiers.bring(way, len(way.host), lambda: done.append(True))
+    match = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    assert match is not None and rig.tiers.load_match(
+        match, len(match.host), lambda: done.append(True)
+    )
     while not done:
         rig.tiers.poll()
 
@@ -210,7 +212,7 @@ def test_a_prefix_that_is_evicted_before_its_use_does_not_count_as_restored():
     prompt = drawn(1, 160)
     ask(rig, prompt)
     fill_the_pool(rig)
-    bring(rig, prompt)
+    load(rig, prompt)
     assert in_tree(rig, prompt) == 160
     fill_the_pool(rig, 200)
     fill_the_pool(rig, 300)  # nor does the tier have any of it now

@@ -134,18 +134,18 @@ def test_delayed_prompts_have_the_same_responses(tmp_path: Path) -> None:
 
 
 def test_a_node_has_its_part_of_the_experts_and_all_other_weights(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
+    loadable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
     shares = [Share(exchange=ExpertExchange(node, 4)) for node in range(4)]
-    whole = servable.weight_bytes(LoadTarget(CPU, torch.float32))
-    parts = [servable.weight_bytes(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
+    whole = loadable.weight_bytes(LoadTarget(CPU, torch.float32))
+    parts = [loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
     experts = 2 * 8 * 3 * 64 * 48 * 4  # layers, experts, matrices, hidden, inner, bytes
     assert parts == [whole - experts + experts // 4] * 4
 
 
 def test_experts_that_nodes_cannot_divide_are_refused(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
+    loadable = open_checkpoint(make_checkpoint(tmp_path, "qwen3_moe"))
     with pytest.raises(ConfigError, match=r"dp: 3 nodes cannot have equal parts of 8 experts"):
-        servable.weight_bytes(
+        loadable.weight_bytes(
             LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, 3)))
         )
 
@@ -171,9 +171,9 @@ def test_experts_that_nodes_cannot_divide_are_refused(tmp_path: Path) -> None:
 def test_models_that_nodes_cannot_share_are_rejected(
     make: Any, backend: Any, size: int, reason: str, tmp_path: Path
 ) -> None:
-    servable = open_checkpoint(make(tmp_path), backend)
+    loadable = open_checkpoint(make(tmp_path), backend)
     with pytest.raises(ConfigError, match=rf"engine\.parallel\.dp: .*{reason}"):
-        servable.weight_bytes(
+        loadable.weight_bytes(
             LoadTarget(CPU, torch.float32, share=Share(exchange=ExpertExchange(0, size)))
         )
 

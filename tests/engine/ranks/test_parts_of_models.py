@@ -252,9 +252,9 @@ def test_ranks_with_replicas_compute_the_whole_model(
 
 
 def test_whole_experts_of_a_model_without_experts_are_rejected(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3"))
+    loadable = open_checkpoint(make_checkpoint(tmp_path, "qwen3"))
     with pytest.raises(ConfigError, match=r"engine\.parallel\.experts: the model has no experts"):
-        servable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2, whole_experts=True)))
+        loadable.weight_bytes(LoadTarget(CPU, torch.float32, share=Share(0, 2, whole_experts=True)))
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_int8_numbers_of_a_rank_are_those_of_the_whole_model(
     if stored == "int8":
         directory, _ = requantised(directory, tmp_path, FORMATS[INT8])
         quantize = "none"
-    servable = open_checkpoint(directory)
-    whole: Any = servable.load(LoadTarget(CPU, torch.float32, quantize))
+    loadable = open_checkpoint(directory)
+    whole: Any = loadable.load(LoadTarget(CPU, torch.float32, quantize))
     ranks: Any = [
-        servable.load(LoadTarget(CPU, torch.float32, quantize, Share(rank, 2))) for rank in (0, 1)
+        loadable.load(LoadTarget(CPU, torch.float32, quantize, Share(rank, 2))) for rank in (0, 1)
     ]
     inner = 48
     for rank, model in enumerate(ranks):
@@ -340,8 +340,8 @@ def test_int8_by_parts_rounds_differently() -> None:
 def test_models_that_ranks_cannot_split_are_rejected_with_numbers(
     architecture: str, size: int, config: Mapping[str, Any], why: str, tmp_path: Path
 ) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path, architecture, **config))
-    for weighed in (servable.weight_bytes, servable.load):
+    loadable = open_checkpoint(make_checkpoint(tmp_path, architecture, **config))
+    for weighed in (loadable.weight_bytes, loadable.load):
         with pytest.raises(ConfigError, match=why):
             weighed(LoadTarget(CPU, torch.float32, share=Share(0, size)))
 
@@ -402,8 +402,8 @@ def drafts(
     directory: Path, speculation: SpeculativeConfig, share: Share
 ) -> tuple[list[int], Tensor]:
     """Return the tokens of a request with drafts, and the drafter's logits."""
-    servable = open_checkpoint(directory, speculation=speculation)
-    return drafted(servable.load(LoadTarget(CPU, torch.float32, share=share)), speculation, share)
+    loadable = open_checkpoint(directory, speculation=speculation)
+    return drafted(loadable.load(LoadTarget(CPU, torch.float32, share=share)), speculation, share)
 
 
 def drafted(model: Any, speculation: SpeculativeConfig, share: Share) -> tuple[list[int], Tensor]:

@@ -87,10 +87,10 @@ class TwoRanks:
 
 
 @contextmanager
-def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
+def two_ranks(loadable: LoadableModel) -> Iterator[TwoRanks]:
     meeting = Meeting(2)
     shares = [Share(rank, 2, ThreadGroup(rank, meeting)) for rank in range(2)]
-    models = [servable.load(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
+    models = [loadable.load(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
     graphs = RepeatRecorder(), RepeatRecorder()
     steps = Steps(models[0], share=shares[0], recorder=graphs[0])
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -178,10 +178,10 @@ def test_ranks_measure_the_memory_of_steps_together(
         parallel=ParallelConfig(tp=2),
         scheduler=SchedulerConfig(chunked_prefill_tokens=32, max_running_requests=4),
     )
-    servable = open_checkpoint(directory, "auto", config.speculative)
+    loadable = open_checkpoint(directory, "auto", config.speculative)
 
     def measure(share: Share) -> MemoryFootprint:
-        model = servable.load(LoadTarget(CPU, torch.float32, share=share))
+        model = loadable.load(LoadTarget(CPU, torch.float32, share=share))
         assert isinstance(model, Decoder)
         model.compute_in_one_way()  # as on a GPU, where no latents are expanded
         shape = resolve_shape(config, model.spec, dtype=torch.float32, free=GIB, share=share)

@@ -97,12 +97,12 @@ def test_a_step_is_sampled_before_one_without_rows() -> None:
 
 
 def test_both_stages_warm_up_together(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path))
+    loadable = open_checkpoint(make_checkpoint(tmp_path))
 
     def rehearse(peers: Share) -> set[int]:
         stage = Stage(peers.rank, peers.group)
         share = Share(stage=stage)
-        model = servable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
+        model = loadable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
         steps, seen = Steps(model, share=share), set[int]()
         runner, forward = steps.runner, model.forward
         assert isinstance(runner.forwards, Forwards)
@@ -137,11 +137,11 @@ class Headless:
 # Seen failing with the hidden states of the first stage instead of the embeddings.
 def test_the_last_stage_keeps_the_same_data_for_drafts_as_one_rank(tmp_path: Path) -> None:
     directory = make_mtp(make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3))
-    servable = open_checkpoint(directory, "native", SpeculativeConfig(method="mtp"))
+    loadable = open_checkpoint(directory, "native", SpeculativeConfig(method="mtp"))
 
     def kept(share: Share) -> list[Tensor]:
         """Return the keys, values and vectors after two prompts, one of them in chunks."""
-        model = servable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
+        model = loadable.load(LoadTarget(torch.device("cpu"), torch.float32, share=share))
         steps = Steps(model, share=share, overlap=False)
         forwards: Any = steps.runner.forwards
         if share.stage is not None:

@@ -74,6 +74,17 @@ def test_a_request_that_joins_with_its_kv_also_preempts(overlap):
     rig.complete()
 
 
+# Seen failing if a request may return before its pages are saved.
+@OVERLAP
+def test_a_request_returns_after_its_pages_are_saved_if_the_urgent_one_never_comes(overlap):
+    rig = _rig(num_pages=64, max_running_requests=1, overlap_schedule=overlap)
+    low = rig.add([1] * 20, 20)
+    _until_begun(rig, low)
+    rig.scheduler.preempt_for(BY, 1)
+    rig.complete()
+    assert low.preemptions == 1
+
+
 # Seen failing if there are only as many slots as running requests.
 def test_a_slot_is_freed_although_pages_are_available():
     rig = _rig(num_pages=64, swap_pages=64, max_running_requests=2)

@@ -88,11 +88,11 @@ def test_the_ends_of_a_tensor_do_not_share_pages_with_other_memory():
     ],
 )
 def test_a_model_with_restored_weights_computes_the_same(tmp_path, architecture, dtype, quantize):
-    servable = open_checkpoint(make_checkpoint(tmp_path, architecture))
-    model = servable.load(LoadTarget(CPU, dtype, quantize))
+    loadable = open_checkpoint(make_checkpoint(tmp_path, architecture))
+    model = loadable.load(LoadTarget(CPU, dtype, quantize))
     before = logits_of(model, TOKENS)
-    servable.drain(model)
-    servable.refill(model)
+    loadable.drain(model)
+    loadable.refill(model)
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
 
 
@@ -101,23 +101,23 @@ def test_released_weights_take_no_memory(tmp_path, dtype):
     directory = make_checkpoint(
         tmp_path, "qwen3", hidden_size=512, intermediate_size=8192, num_hidden_layers=3
     )
-    servable = open_checkpoint(directory)
+    loadable = open_checkpoint(directory)
     model = load(directory, CPU, dtype)
-    num_bytes = servable.weight_bytes(LoadTarget(CPU, dtype))
+    num_bytes = loadable.weight_bytes(LoadTarget(CPU, dtype))
     assert num_bytes > 64 * MIB
     before = own_bytes()
-    servable.drain(model)
+    loadable.drain(model)
     assert own_bytes() < before - 0.8 * num_bytes
 
 
 def test_an_image_without_the_encoders_weights_is_a_clear_error(tmp_path):
     pytest.importorskip("PIL")
-    servable = open_checkpoint(make_vision_checkpoint(tmp_path))
-    model = servable.load(LoadTarget(CPU, torch.float32))
-    servable.drain(model)
+    loadable = open_checkpoint(make_vision_checkpoint(tmp_path))
+    model = loadable.load(LoadTarget(CPU, torch.float32))
+    loadable.drain(model)
     seen = VisibleImage(picture(2, 2, 1), first=0, last=4, place=0)
     with pytest.raises(EngineFault, match="the encoder's weights are released"):
-        model.seeing.embed([seen], torch.zeros(4, servable.spec.image_token_size))
+        model.seeing.embed([seen], torch.zeros(4, loadable.spec.image_token_size))
 
 
 # Memory in regions, as on a GPU -------------------------------------------------------------------
@@ -134,9 +134,9 @@ def spoiled(tensors):
     return spoil
 
 
-def moved(servable, model, memory=None):
+def moved(loadable, model, memory=None):
     """Move a model's weights into a region. Nothing uses the memory that they had before."""
-    tensors = list(servable.tensors(model))
+    tensors = list(loadable.tensors(model))
     spoil = spoiled(tensors)
     region = relocated(tensors, memory or host_memory())
     spoil()
@@ -172,24 +172,24 @@ def opened(kind: str, directory: Path):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_path, kind):
-    servable = opened(kind, tmp_path)
-    model = servable.load(LoadTarget(CPU, torch.float32))
-    before, shown = logits_of(model, TOKENS), [each.clone() for each in servable.tensors(model)]
-    region = moved(servable, model)
+    loadable = opened(kind, tmp_path)
+    model = loadable.load(LoadTarget(CPU, torch.float32))
+    before, shown = logits_of(model, TOKENS), [each.clone() for each in loadable.tensors(model)]
+    region = moved(loadable, model)
     if kind == "vision":
         (first, *_) = model.seeing._encoder._model.parameters()
         assert 0 <= first.data_ptr() - region.address < region.num_bytes
     if kind == "draft_model":
         (first, *_) = found(torch.Tensor, [*model.drafter.decoder.parts])
         assert 0 <= first.data_ptr() - region.address < region.num_bytes
-    addresses = [each.data_ptr() for each in servable.tensors(model)]
+    addresses = [each.data_ptr() for each in loadable.tensors(model)]
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
-    servable.drain(model)
+    loadable.drain(model)
     region.release()
     region.map()
-    servable.refill(model)
-    assert [each.data_ptr() for each in servable.tensors(model)] == addresses
-    for each, expected in zip(servable.tensors(model), shown, strict=True):
+    loadable.refill(model)
+    assert [each.data_ptr() for each in loadable.tensors(model)] == addresses
+    for each, expected in zip(loadable.tensors(model), shown, strict=True):
         assert torch.equal(each, expected)
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
 
@@ -215,9 +215,9 @@ def test_a_region_for_weights_allocates_memory_as_needed():
 
 
 def compute_without_weights(directory):
-    servable = open_checkpoint(Path(directory))
-    model = servable.load(LoadTarget(CPU, torch.float32))
-    region = relocated(servable.tensors(model), host_memory())
+    loadable = open_checkpoint(Path(directory))
+    model = loadable.load(LoadTarget(CPU, torch.float32))
+    region = relocated(loadable.tensors(model), host_memory())
     logits_of(model, TOKENS)
     region.release()
     print("released", flush=True)
@@ -268,7 +268,7 @@ def test_memory_is_released_again_if_the_weights_cannot_be_read(update, monkeypa
         raise OSError("the disk has failed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(weights._source.servable, "refill", fail)
+        patched.setattr(weights._source.loadable, "refill", fail)
         with pytest.raises(FailedPrecondition, match="the disk has failed"):
             weights.restore().result(60)
     assert memory.mapped_bytes == 0 and not weights.whole

@@ -5,7 +5,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 from kvtransfer.messages import HandoffId
-from tests.kvtransfer.search.sides import Input, Output, SimulatedConsumer, SimulatedProducer
+from tests.kvtransfer.search.sides.hand_off import (
+    Input,
+    Output,
+    SimulatedConsumer,
+    SimulatedProducer,
+)
 
 
 class Node:

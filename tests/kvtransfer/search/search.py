@@ -7,7 +7,7 @@ from _pytest.mark import ParameterSet
 
 from common.config import TransferConfig
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import (
+from tests.kvtransfer.search.sides.hand_off import (
     Broken,
     Plan,
     SimulatedConsumer,

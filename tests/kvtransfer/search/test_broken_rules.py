@@ -21,7 +21,7 @@ from kvtransfer.ports import OpenedEvent
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import HandoffStatus
 from tests.kvtransfer.search.search import PATIENT, search
-from tests.kvtransfer.search.sides import (
+from tests.kvtransfer.search.sides.hand_off import (
     Broken,
     Input,
     Output,

@@ -21,7 +21,7 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.transfer.link import LinkClosed, LinkUp, ReadEnded
 from tests.kvtransfer.search.search import PATIENT, PairSimulation, search_in
-from tests.kvtransfer.search.sides import TORN, Plan, require
+from tests.kvtransfer.search.sides.hand_off import TORN, Plan, require
 from tests.kvtransfer.search.world import Draft, SimRead, Step, Wire, World
 from tests.kvtransfer.test_link_group import Rig
 

@@ -35,7 +35,7 @@ from dataclasses import replace
 import pytest
 
 from tests.kvtransfer.search.search import PATIENT, SILENT, case, search
-from tests.kvtransfer.search.sides import Plan
+from tests.kvtransfer.search.sides.hand_off import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 

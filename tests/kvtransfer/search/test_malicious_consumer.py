@@ -18,7 +18,7 @@ from kvtransfer.messages import (
     Prompt,
     ReadsDone,
 )
-from tests.kvtransfer.search.sides import Broken, Input, Plan, SimulatedProducer, require
+from tests.kvtransfer.search.sides.hand_off import Broken, Input, Plan, SimulatedProducer, require
 from tests.support.specs import make_spec
 
 CONSUMER = 101

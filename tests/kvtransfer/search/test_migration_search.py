@@ -6,9 +6,9 @@ docs/design/live-migration.md has the rules, and the faults found here without e
 
 import pytest
 
-from tests.kvtransfer.search.migration_sides import LivePlan, LiveSimulation
-from tests.kvtransfer.search.roaming_sides import RoamingSimulation, Stop
 from tests.kvtransfer.search.search import PATIENT, SILENT, case, search_in
+from tests.kvtransfer.search.sides.migration import LivePlan, LiveSimulation
+from tests.kvtransfer.search.sides.roaming import RoamingSimulation, Stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 NIGHTLY = [pytest.mark.long, pytest.mark.nightly]

@@ -7,8 +7,8 @@ rules, and the faults found here without each."""
 import pytest
 
 from common.config import TransferConfig
-from tests.kvtransfer.search.prefix_sides import PeersSimulation, PrefixPlan, PrefixSimulation
 from tests.kvtransfer.search.search import PATIENT, SILENT, case, search_in
+from tests.kvtransfer.search.sides.prefix import PeersSimulation, PrefixPlan, PrefixSimulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import TransferConfig
 from tests.kvtransfer.search.search import PairSimulation
-from tests.kvtransfer.search.sides import Plan, require
+from tests.kvtransfer.search.sides.hand_off import Plan, require
 from tests.kvtransfer.search.world import Simulation, World
 
 NUM_STEPS = 600

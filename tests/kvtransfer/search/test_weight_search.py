@@ -5,7 +5,7 @@ state without moves is at rest."""
 import pytest
 
 from tests.kvtransfer.search.search import PATIENT, SILENT, case, search_in
-from tests.kvtransfer.search.weight_sides import WeightPlan, WeightSimulation
+from tests.kvtransfer.search.sides.weights import WeightPlan, WeightSimulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 

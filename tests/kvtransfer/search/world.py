@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvtransfer.messages import HandoffId
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import TORN, Input, Output, require
+from tests.kvtransfer.search.sides.hand_off import TORN, Input, Output, require
 
 HELLO = "hello"
 Pages = tuple[int, ...]

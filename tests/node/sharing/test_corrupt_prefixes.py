@@ -7,8 +7,8 @@ from common.page_tables import PageTables
 from engine.scheduler.slot_owners import CorruptPrefix
 from kvtransfer.ports import InvalidateCommand, InvalidateEvent
 from node.sharing.prefixes import INVALIDATION_INTERVAL_S, MAX_INVALIDATIONS, CorruptPrefixes
-from tests.kvtransfer.search.prefix_sides import Memory, Posts
-from tests.kvtransfer.search.sides import PAGE_SIZE
+from tests.kvtransfer.search.sides.hand_off import PAGE_SIZE
+from tests.kvtransfer.search.sides.prefix import Memory, Posts
 
 NUM_PAGES = 3
 TOKENS = np.arange(NUM_PAGES * PAGE_SIZE, dtype=np.int32)

@@ -22,8 +22,8 @@ from kvtransfer.ports import (
 from node.sharing.reads import SharedReads
 from node.timings import ImageReads
 from prefill_node.embeddings import PAIR_S, EmbeddingReads
-from tests.kvtransfer.search.prefix_sides import Memory, Posts
-from tests.kvtransfer.search.sides import PAGE_SIZE
+from tests.kvtransfer.search.sides.hand_off import PAGE_SIZE
+from tests.kvtransfer.search.sides.prefix import Memory, Posts
 
 ENCODER = "encode:50400"
 UP = ProducerUp(7, ENCODER, "tcp", 1.0, piece_bytes=64)

@@ -17,8 +17,8 @@ from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.reads import SharedReads
-from tests.kvtransfer.search.prefix_sides import Memory, Posts
-from tests.kvtransfer.search.sides import PAGE_SIZE
+from tests.kvtransfer.search.sides.hand_off import PAGE_SIZE
+from tests.kvtransfer.search.sides.prefix import Memory, Posts
 
 ID = HandoffId(1, 1, 1)
 HAS = 3  # pages

@@ -32,8 +32,8 @@ from kvtransfer.ports import (
 from node.sharing.reads import SharedReads
 from node.sharing.weight_reads import WeightReads
 from node.sharing.weights import WeightExports
-from tests.kvtransfer.search.prefix_sides import Memory, Posts
-from tests.kvtransfer.search.sides import PAGE_SIZE
+from tests.kvtransfer.search.sides.hand_off import PAGE_SIZE
+from tests.kvtransfer.search.sides.prefix import Memory, Posts
 
 WEIGHTS = b"w" * 16
 PRODUCER, ADDRESS = 7, "host:1"

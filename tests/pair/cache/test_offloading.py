@@ -44,7 +44,7 @@ def small(known: Known, kv_dtype: str = "auto") -> Size:
     return Size(num_pages=room, tier_pages=20 * num_pages, kv_dtype=kv_dtype)
 
 
-def brought(node: Node) -> int:
+def loaded_tokens(node: Node) -> int:
     return node.engine.tiers.host_tokens + node.engine.tiers.file_tokens
 
 
@@ -81,9 +81,9 @@ def test_responses_are_the_same_from_every_tier(model, architecture, kv_dtype, p
     assert reported == alone
     # the whole previous conversation, except for the last page
     if architecture in ("qwen3", "deepseek_v3"):
-        assert brought(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
+        assert loaded_tokens(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
     else:  # from positions with windows or a state to continue from
-        assert brought(node) >= 64
+        assert loaded_tokens(node) >= 64
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
@@ -108,7 +108,7 @@ def test_a_decode_node_reads_only_pages_that_its_own_tiers_lack(known: Known) ->
         assert again == known.greedy(PROMPTS[0], ANSWER)
         handed = [said for said in list(rig.wires.seen)[before:] if isinstance(said, PagesReady)]
         assert sum(len(said.pages) for said in handed) == 1  # the last, which is not full
-        assert brought(rig.decode[0]) == LONG // 16 * 16
+        assert loaded_tokens(rig.decode[0]) == LONG // 16 * 16
 
 
 # Enough may be read at once for a whole prompt.
@@ -138,7 +138,7 @@ def test_other_nodes_read_pages_that_only_a_tier_has(known: Known) -> None:
         rig.run(asked)
         assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
         assert second.count("prompt_token_ways/fetched") == TOLD
-        assert brought(first) == TOLD and first.count("prefix_loans/completed") == 1
+        assert loaded_tokens(first) == TOLD and first.count("prefix_loans/completed") == 1
 
 
 def test_pages_in_a_tier_are_not_read_from_other_nodes(known: Known) -> None:
@@ -152,7 +152,7 @@ def test_pages_in_a_tier_are_not_read_from_other_nodes(known: Known) -> None:
         before = first.count("prompt_token_ways/fetched")
         hint = PrefixHint("prefill-1:1", TOLD)
         rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[0], prefix_hints=[hint]))
-        assert first.count("prompt_token_ways/fetched") == before and brought(first) == TOLD
+        assert first.count("prompt_token_ways/fetched") == before and loaded_tokens(first) == TOLD
 
 
 def test_a_flush_empties_the_tier_too(known: Known) -> None:
@@ -162,4 +162,4 @@ def test_a_flush_empties_the_tier_too(known: Known) -> None:
         rig.flush(node)
         assert not len(node.engine.tiers.host.index)
         assert one_by_one(rig, PROMPTS[:1]) == [known.greedy(PROMPTS[0], ANSWER)]
-        assert not brought(node)
+        assert not loaded_tokens(node)

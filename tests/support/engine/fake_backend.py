@@ -272,7 +272,7 @@ class ManualRunner(FakeRunner):
 class FakeCopy:
     copier: "FakeCopier"
     copies: PageCopies
-    brings: bool
+    loads: bool
     left: int  # polls until it is done
     moved: bool = False
 
@@ -287,7 +287,7 @@ class FakeCopy:
     def move(self) -> None:
         if not self.moved:
             self.moved = True
-            self.copier.move(self.copies, brings=self.brings)
+            self.copier.move(self.copies, loads=self.loads)
 
 
 @dataclass(eq=False)
@@ -303,16 +303,16 @@ class FakeCopier:
     num_copies: int = 0
 
     def save(self, copies: PageCopies) -> FakeCopy:
-        return self._begin(copies, brings=False)
+        return self._begin(copies, loads=False)
 
     def bring(self, copies: PageCopies) -> FakeCopy:
-        return self._begin(copies, brings=True)
+        return self._begin(copies, loads=True)
 
-    def move(self, copies: PageCopies, *, brings: bool) -> None:
+    def move(self, copies: PageCopies, *, loads: bool) -> None:
         backend = self.backend
         kv, host = backend.kv, backend.host_kv
         pairs = zip(copies.device_pages.tolist(), copies.host_pages.tolist(), strict=True)
-        if brings:
+        if loads:
             kv[copies.device_pages] = host[copies.host_pages]
             known = {page: backend.on_host.get(there) for page, there in pairs}
             backend.written_in |= {
@@ -322,10 +322,10 @@ class FakeCopier:
             host[copies.host_pages] = kv[copies.device_pages]
             backend.on_host |= {there: backend.written_in.get(page) for page, there in pairs}
 
-    def _begin(self, copies: PageCopies, *, brings: bool) -> FakeCopy:
+    def _begin(self, copies: PageCopies, *, loads: bool) -> FakeCopy:
         self.num_copies += 1
         delay = self.delays.popleft() if self.delays else 0
-        copy = FakeCopy(self, copies, brings, delay)
+        copy = FakeCopy(self, copies, loads, delay)
         if self.num_copies % 3 == 0:
             copy.move()
         return copy

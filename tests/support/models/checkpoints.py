@@ -199,9 +199,9 @@ def read_spec(directory: Path) -> ModelSpec:
 
 def fingerprint(directory: Path, *how: Any, **drafting: Any) -> dict[str, str]:
     """Return what nodes compare of a model and its weights. `how`: see `open_checkpoint`."""
-    servable = open_checkpoint(directory, *how, **drafting)
-    weights = content(stored_of(servable, directory))
-    return {**constants(servable), "weights": weights.hex()}
+    loadable = open_checkpoint(directory, *how, **drafting)
+    weights = content(stored_of(loadable, directory))
+    return {**constants(loadable), "weights": weights.hex()}
 
 
 def make_tokenizer(directory: Path) -> None:

@@ -56,12 +56,14 @@ LOADS = (
 def compare_plans() -> Iterator[dict[str, Any]]:
     """Yield a row for each load: the best layout by closed forms and in virtual time."""
     for load in LOADS:
-        cluster = Hardware(load.gpus, load.gpu, load.model, load.path)
+        hardware = Hardware(load.gpus, load.gpu, load.model, load.path)
         traffic = Traffic.uniform(_SHOWN_RATE, load.input, load.output)
-        limits = LatencyTargets(load.ttft, load.tpot)
+        targets = LatencyTargets(load.ttft, load.tpot)
         begin = time.monotonic()
-        plan = make_plan(cluster, traffic, limits)
-        found = verify(plan, cluster, traffic, limits, count=_NUM_LAYOUTS, limit_s=_LIMIT_S).layouts
+        plan = make_plan(hardware, traffic, targets)
+        found = verify(
+            plan, hardware, traffic, targets, count=_NUM_LAYOUTS, limit_s=_LIMIT_S
+        ).layouts
         layouts = [
             (one.candidate.layout.name, one.candidate.capacity, one.capacity) for one in found
         ]

@@ -19,7 +19,7 @@ from node.frontend.service import CacheFeed
 from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually
-from tests.node.router_end import RouterEnd, submit
+from tests.node.frontend.router_end import RouterEnd, submit
 from tests.support.processes.programs import Program
 
 PAGE_SIZE = 16

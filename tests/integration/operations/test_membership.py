@@ -12,7 +12,7 @@ from tests.integration.oracle import oracle
 from tests.support.models.noise_model import write
 from tests.support.processes.cluster import RIGS, Cluster, Node, Rig, slowed
 
-# In one process: tests/router/test_membership.py, tests/router/test_discovery.py. Nodes that end
+# In one process: test_membership.py and test_discovery.py of tests/router/cluster. Nodes that end
 # under answers: tests/faults, test_rollout.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 

@@ -24,7 +24,7 @@ from node.roles import other
 from prefill_node import program as prefill
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import StartNode, describe, eventually
-from tests.node.router_end import RouterEnd, busy, submit
+from tests.node.frontend.router_end import RouterEnd, busy, submit
 from tests.support.processes.programs import runs
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE

@@ -184,7 +184,7 @@ async def _greedy(router: str, number: int = 0, begun: list[int] | None = None) 
     return text
 
 
-@pytest.mark.long  # without nodes: tests/cli/test_restarts.py
+@pytest.mark.long  # without nodes: tests/cli/local/test_restarts.py
 async def test_a_node_killed_under_load_is_restarted_and_used_without_an_effect_on_clients(
     run, model
 ):

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import describe, eventually
-from tests.node.router_end import RouterEnd, busy, submit
+from tests.node.frontend.router_end import RouterEnd, busy, submit
 from tests.support.network.certificates import Authority
 from tests.support.processes.cluster import free_ports
 from tests.support.processes.programs import await_end, runs
@@ -112,7 +112,7 @@ def test_an_engine_exception_is_the_last_message_of_the_node(start_node, model):
 
 def test_a_frontend_with_a_thread_that_does_not_end_logs_it_and_exits(start_node):
     # Seen failing without the timer, by the deadline of the test.
-    node = start_node("crash", module="tests.node.held_node")
+    node = start_node("crash", module="tests.node.frontend.held_node")
     engine = describe(node.address()).pids[1]
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1]))
@@ -146,7 +146,7 @@ from node.frontend.frontend import EngineProcess
 async def main():
     for variables in json.loads(sys.argv[1]):
         os.environ.update(variables)
-        print(EngineProcess('tests.node.slow_import').pid, flush=True)
+        print(EngineProcess('tests.node.frontend.slow_import').pid, flush=True)
         for name in variables:
             del os.environ[name]
     await asyncio.sleep(600)

@@ -12,7 +12,7 @@ import pytest
 
 from common.process.children import ChildProcess
 from tests.integration.oracle import oracle
-from tests.integration.test_rank_pairs import check, pages_read, prompts
+from tests.integration.ranks.test_rank_pairs import check, pages_read, prompts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.network.certificates import Authority
 from tests.support.network.certificates import flags as tls_flags

@@ -22,7 +22,7 @@ from kvtransfer.ports import (
     PublishCommand,
 )
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import (
+from tests.kvtransfer.search.sides.hand_off import (
     BANK,
     ENDED,
     FREE,

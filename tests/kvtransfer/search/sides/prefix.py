@@ -34,7 +34,7 @@ from node.sharing.exports import SHARE, PrefixExports
 from node.sharing.fetches import PrefixFetches
 from node.sharing.reads import SharedReads
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import (
+from tests.kvtransfer.search.sides.hand_off import (
     ENDED,
     FREE,
     PAGE_SIZE,

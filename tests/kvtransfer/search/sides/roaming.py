@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from common.config import TransferConfig
-from tests.kvtransfer.search.migration_sides import Kv, LivePlan, SourceSide, TargetSide, bank_pages
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import Input, Output, require
+from tests.kvtransfer.search.sides.hand_off import Input, Output, require
+from tests.kvtransfer.search.sides.migration import Kv, LivePlan, SourceSide, TargetSide, bank_pages
 from tests.kvtransfer.search.world import Simulation, Step, World
 
 REQUESTS = 2

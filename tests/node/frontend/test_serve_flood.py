@@ -16,7 +16,7 @@ from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import CancelSubmitted, EngineReady, FrontMessage, StartRole
 from node.metrics import NodeMetrics
 from protos import decode_pb2, decode_pb2_grpc
-from tests.node.router_end import submit
+from tests.node.frontend.router_end import submit
 
 FIRST = decode_pb2.ToNode(protocol_version=limits.VERSION)
 NUM_MESSAGES = 80  # of 400 KB: more than HTTP/2 and the socket hold between them

@@ -43,7 +43,7 @@ from kvtransfer.ports import (
 from node.request_state import Claims, Ending, RequestStage
 from node.sharing.exports import PrefixExports
 from tests.kvtransfer.search.node import Node
-from tests.kvtransfer.search.sides import (
+from tests.kvtransfer.search.sides.hand_off import (
     BANK,
     ENDED,
     FREE,

@@ -11,7 +11,7 @@ from common.request import MAX_HINTS
 from common.requests.namespace import as_bytes
 from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually
-from tests.node.router_end import RouterEnd, submit
+from tests.node.frontend.router_end import RouterEnd, submit
 from tests.support.processes.programs import Program
 
 LENGTH, ABORT, ERROR = 2, 3, 4

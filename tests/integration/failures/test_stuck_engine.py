@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.oracle import Oracle
 from tests.support.processes.cluster import Cluster, Node, slowed
 
-# Stopped processes: tests/faults. In one process: tests/router/test_silent_nodes.py,
-# tests/node/test_frontend.py, tests/pair/test_lost_pairs.py.
+# Stopped processes: tests/faults. In one process: tests/router/cluster/test_silent_nodes.py,
+# tests/node/frontend/test_frontend.py, tests/pair/test_lost_pairs.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from tests.integration.oracle import Oracle
 from tests.support.processes import fork_server
 from tests.support.processes.cluster import Cluster, Node, slowed
 
-# In one process: tests/node/test_role_switch.py.
+# In one process: tests/node/frontend/test_role_switch.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 24
