@@ -345,6 +345,7 @@ def measured_room(
         shape,
         bank,
         max_running=config.scheduler.num_slots,
+        max_drafts=config.speculative.max_drafts,
         graphs=_has_graphs(config),
         stage=share.stage,
     )

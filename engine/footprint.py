@@ -64,6 +64,7 @@ def measure_footprint(
     bank: AdapterBank,
     *,
     max_running: int,
+    max_drafts: int,
     graphs: bool,
     stage: Stage | None = None,
 ) -> MemoryFootprint:
@@ -71,6 +72,7 @@ def measure_footprint(
     all their memory. The kernels stay compiled.
 
     Args:
+        max_drafts: see SlotTable.
         stage: pipeline stage of this rank. The other stage measures at the same time.
     Raises:
         ConfigError: the memory is too small even for that. The error has the numbers.
@@ -87,6 +89,7 @@ def measure_footprint(
             layout.page_size,
             layout.windows,
             layout.state_pages,
+            max_drafts,
         )
         runner = make_runner(
             model,
@@ -143,7 +146,7 @@ def footprint_of(
         before = _in_use(device)  # a capture also returns memory that the forward left
         runner.capture(shape)
         taken.append(max(0, _in_use(device) - before))
-    # A shape with drafts has a second graph for the drafter.
+    # A shape with drafts has further graphs, which are together smaller than that of the layers.
     graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
     graphs += DRIVER_BYTES_PER_CHOICE * len(choosing)
     for shape in shapes:

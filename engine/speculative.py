@@ -258,9 +258,9 @@ class Speculator:
     @classmethod
     def of(cls, config: SpeculativeConfig, num_slots: int) -> Self | None:
         """Create the parts. Return None if speculative decoding is disabled."""
-        if config.method == "none":
+        most = config.max_drafts
+        if not most:
             return None
-        most = config.num_speculative_tokens
         policy = AdaptiveDrafts(num_slots, most) if config.adaptive else DraftPolicy(most)
         drafter = HeadDrafter() if config.has_layers else NgramDrafter(config.prompt_lookup_min)
         return cls(drafter, policy, most, Predictions(config.prompt_lookup_min))

@@ -297,6 +297,11 @@ class SpeculativeConfig(ConfigRecord):
         return self
 
     @property
+    def max_drafts(self) -> int:
+        """Maximum draft tokens of a request in a step. 0: speculative decoding is disabled."""
+        return 0 if self.method == "none" else self.num_speculative_tokens
+
+    @property
     def has_layers(self) -> bool:
         """True if the drafter has layers after the model's layers, with the same kind of KV."""
         return self.method in ("mtp", "eagle", "draft_model")

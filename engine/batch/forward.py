@@ -155,7 +155,7 @@ class ForwardBatch(_Rows[Tensor], frozen=True, eq=False):
         return StateRows(
             self.query_starts[: rows + 1],
             self.state_reads[:rows],
-            self.state_writes[:rows],
+            torch.full_like(self.state_writes[:rows], NO_PAGE),
             counts[:rows],
             self.state_kept[:rows],
             0,
@@ -243,6 +243,9 @@ class BatchBuilder:
         self._num_pages, self._row_starts = 1, self._places_32
         # The rows of the newest step that had other rows than a decode step.
         self._ragged_key, self._ragged = (False, b""), _RaggedRows.of(np.zeros(0, np.int32))
+        # Kept states and their marks of rows that keep none.
+        self._no_page = np.full((table.num_slots, table.state.shape[1]), NO_PAGE, np.int32)
+        self._no_marks = np.zeros(table.num_slots, np.int32)
         self._stateless: dict[int, dict[str, HostColumn]] = {}  # by number of rows
 
     def build(self, batch: ScheduleBatch) -> HostBatch:
@@ -309,16 +312,25 @@ class BatchBuilder:
         return self._ragged
 
     def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, HostColumn]:
-        writes = self._table.state[slots]
-        reads = np.where(batch.starts[:, None] == 0, NO_PAGE, writes)
-        kept, marks = np.full_like(writes, NO_PAGE), np.zeros(len(slots), np.int32)
+        reads = writes = own = self._table.state[slots]
+        kept, marks = self._no_page[: len(slots)], self._no_marks[: len(slots)]
+        if np.count_nonzero(batch.starts) != len(slots):
+            reads = np.where(batch.starts[:, None] == 0, NO_PAGE, own)
         if batch.mode is ForwardMode.VERIFY:
             drafted = batch.ends - batch.starts > 1
-            kept[drafted], writes[drafted] = writes[drafted], NO_PAGE
-        for state in batch.resumed:
-            reads[state.row] = state.pages
-        for state in batch.kept:
-            kept[state.row], marks[state.row] = state.pages, state.num_tokens
+            if np.count_nonzero(drafted) == len(slots):
+                kept, writes = own, kept
+            else:
+                each = drafted[:, None]
+                kept, writes = np.where(each, own, NO_PAGE), np.where(each, NO_PAGE, own)
+        if batch.resumed:
+            reads = reads.copy()
+            for state in batch.resumed:
+                reads[state.row] = state.pages
+        if batch.kept:
+            kept, marks = kept.copy(), marks.copy()
+            for state in batch.kept:
+                kept[state.row], marks[state.row] = state.pages, state.num_tokens
         return {
             "state_reads": reads,
             "state_writes": writes,

@@ -74,10 +74,11 @@ class SlotTable:
         # Arrays, because numpy would convert a Python int in every call.
         self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
-        # Tokens of all slots, then unused ones, so that every token begins a run of guesses.
-        flat = np.zeros(num_slots * context_length + 2 * max_drafts, np.int32)
+        # Tokens of all slots, then unused ones, so that guesses can follow every token.
+        flat = np.zeros(num_slots * context_length + 1 + 2 * max_drafts, np.int32)
         self.tokens = flat[: num_slots * context_length].reshape(num_slots, context_length)
-        self._runs = sliding_window_view(flat, 2 * max_drafts)
+        self._first_tokens = np.arange(num_slots) * context_length
+        self._following = sliding_window_view(flat[1:], 2 * max_drafts)
         # Zeros take no memory before a slot is used. Only the first `num_pages` are read.
         self.page_table = np.zeros((num_slots, len(windows), max_pages), np.int32)
         self.first_page = np.zeros((num_slots, len(windows)), np.int32)
@@ -270,10 +271,7 @@ class SlotTable:
         """Return the tokens after index firsts[i] of each slot, [n, 2 * max_drafts]. They include
         all drafts of a row that begins at this index, or up to `max_drafts` indices later. Other
         entries have no meaning."""
-        places = slots * np.intp(self.context_length)
-        places += firsts
-        places += 1
-        found: Ints = self._runs[places]
+        found: Ints = self._following[self._first_tokens.take(slots) + firsts]
         return found
 
     def drafts_of(self, slot: int, count: int) -> list[int]:

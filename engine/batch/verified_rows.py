@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.batch.batch import AcceptedRuns, ScheduleBatch
 from engine.batch.forward import ForwardBatch
-from engine.batch.upload import HostColumn
 from kernels.sampling.verify import DraftRows, verify_drafts
 
 
@@ -48,14 +47,10 @@ class VerifiedRows:
     Attributes:
         most: maximum number of tokens of a row.
         num_rows: int32 [1].
-        places: int64 [most - 1, num_rows], place among the samples of the token that is sampled
-            after each row's first token, second token, and so on. Only valid for rows that have a
-            draft there. None: the device draws no drafts.
     """
 
     most: int
     num_rows: Tensor
-    places: Tensor | None = None
 
     def verify(
         self, batch: ForwardBatch, sampled: Tensor, newest: Tensor, rejected: Tensor
@@ -76,12 +71,6 @@ class VerifiedRows:
 def runs_of(columns: NDArray[np.int32]) -> AcceptedRuns:
     """Return the new tokens of rows, from `VerifiedDrafts.columns` in host memory."""
     return AcceptedRuns(columns[:, 2:], columns[:, 0])
-
-
-def places_of(batch: ScheduleBatch) -> HostColumn:
-    """Return VerifiedRows.places of a step."""
-    counts = (batch.ends - batch.starts).astype(np.int64)
-    return np.ascontiguousarray(_samples(counts)[:, :-1].T)
 
 
 def standing(

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,9 @@ from engine.batch.verified_rows import VerifiedRows
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.layer import LateStates
-from engine.models.drafting import DraftSteps, EagerDrafts
-from engine.runner.graphs import GraphDrafter, GraphModel, GraphSizes, Recorder, StepGraphs
+from engine.models.drafting import DraftSteps, EagerDrafts, drawn, sample_places
+from engine.runner.draft_graphs import GraphDrafter
+from engine.runner.graphs import GraphModel, GraphSizes, Recorder, StepGraphs
 from engine.runner.step import SettledDrafts, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
@@ -116,14 +118,12 @@ class _Forward:
     Attributes:
         sent: tensors of the sampling work, on the device.
         late: pending state updates, if rows have drafts.
-        chooses: whether a graph chooses the tokens.
     """
 
     step: SettledDrafts
     states: HiddenStates
     sent: Sequence[Tensor]
     late: LateStates | None = None
-    chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,6 @@ class _Prepared:
         sent: tensors of the sampling work.
         graph: shape of the graph that computes the forward. None: no graph does.
         guessed: whether the device has drawn its drafts.
-        chooses: whether a graph chooses the tokens.
     """
 
     step: SettledDrafts
@@ -143,7 +142,6 @@ class _Prepared:
     adapted: AdapterStep | None = None
     graph: GraphShape | None = None
     guessed: bool = False
-    chooses: bool = False
 
 
 class LayersInGroups(Protocol):
@@ -277,10 +275,10 @@ class Forwards:
     def _replayed(
         self, step: Step, rows: HostBatch, sampling: TokenSampling, output: StepOutput
     ) -> bool:
-        """Run a step by graphs alone, including the choice of its tokens and the verification of
-        drafts of the host. Return False, without any effect, if that is not possible."""
+        """Run a step by graphs alone, including its drafts and the choice of its tokens. Return
+        False, without any effect, if that is not possible."""
         shape, speculated = step.graph, step.speculated
-        if shape is None or shape.late or speculated.places:
+        if shape is None:
             return False
         graphs, parameters = self._graphs, sampling.parameters()
         assert graphs is not None
@@ -289,7 +287,7 @@ class Forwards:
         if step.adapters is not None:
             step.adapters.fill(self._bank)
         graphs.send(shape, rows, step.adapter_columns, parameters, speculated)
-        tokens = graphs.run(shape, len(rows.sampled))
+        tokens = graphs.run(shape, len(rows.sampled), speculated.num_guessed)
         if speculated.most:
             output.verified = _copied_to_host(graphs.verified(len(rows.slots)))
         else:
@@ -298,7 +296,7 @@ class Forwards:
 
     def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
         """Enqueue the forward of a step with rows, without its sampling."""
-        if step.speculated.to_guess:
+        if step.speculated.num_guessed:
             return self._launch_guessed(step, sampling)
         event, sampling_work = self.begin(step, sampling)
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)))
@@ -409,6 +407,7 @@ class Forwards:
             of_drafts = GraphDrafter(
                 lambda batch: drafter.before(batch, pool),
                 lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
+                drafter.logits,
             )
         graph_model = GraphModel(
             self._eager,
@@ -447,35 +446,32 @@ class Forwards:
         if adapters is not None:
             adapters.fill(self._bank)
         parts = [sampling.columns(), speculated.columns(len(rows.slots)), heads.columns()]
-        chooses = False
         if step.graph is None:
             parts.append(step.adapter_columns)
             uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
             uploaded = uploaded.movable() if speculated.early else uploaded
         else:
             assert self._graphs is not None
-            parameters = sampling.parameters()
-            chooses = parameters is not None and self._graphs.chooses(len(rows.sampled))
             uploaded, sent = self._graphs.upload(
-                step.graph, rows, step.adapter_columns, parameters or (), [*chain(*parts)]
+                step.graph, rows, step.adapter_columns, [*chain(*parts)]
             )
         of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
-        if speculated.to_guess:
+        if speculated.num_guessed:
             draw = sampling.draws(of_rows, settled.early)
-            settled = self._guessed(settled, step, draw)
+            settled = self._guessed(settled, step, rows, draw)
         on_device = settled, heads.on_device(of_heads), of_rows
         if step.graph is not None:
-            return _Prepared(*on_device, graph=step.graph, chooses=chooses)
+            return _Prepared(*on_device, graph=step.graph)
         adapted = None if adapters is None else adapters.adapted(self._bank, *of_adapters)
-        return _Prepared(*on_device, adapted, guessed=bool(speculated.to_guess))
+        return _Prepared(*on_device, adapted, guessed=speculated.num_guessed > 0)
 
     def _computed(self, prepared: _Prepared) -> _Forward:
         batch = prepared.step.batch
         if prepared.graph is not None:
             assert self._graphs is not None
-            return self._ran(prepared, *self._graphs.replay(prepared.graph, batch))
+            return self._ran(prepared, *self._graphs.replay(prepared.graph, len(batch.sampled)))
         has_drafts = prepared.step.verified is not None
         late = LateStates(guessed=prepared.guessed) if has_drafts else None
         return self._ran(prepared, self._eager(batch, prepared.adapted, late), late)
@@ -484,26 +480,28 @@ class Forwards:
         settled, heads = prepared.step, prepared.heads
         sampled, early = settled.batch.sampled, settled.early
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
-        return _Forward(settled, states, prepared.sent, late, prepared.chooses)
+        return _Forward(settled, states, prepared.sent, late)
 
-    def _guessed(self, settled: SettledDrafts, step: Step, draw: Draw) -> SettledDrafts:
+    def _guessed(
+        self, settled: SettledDrafts, step: Step, rows: HostBatch, draw: Draw
+    ) -> SettledDrafts:
         """Return the step with drafts that the device has drawn."""
-        drafter, verified, batch = self._model.drafter, settled.verified, settled.batch
-        assert drafter is not None and verified is not None
-        places = verified.places
-        assert places is not None
+        drafter, batch = self._model.drafter, settled.batch
+        assert drafter is not None
 
         def draw_of(logits: Tensor, number: int) -> Tensor:
-            return draw(logits, places[number, : len(logits)])
+            first = torch.arange(len(logits), device=logits.device)
+            return draw(logits, sample_places(batch, first, len(batch.slots), number))
 
         forwards: DraftSteps
         if step.graph is None:
             forwards = EagerDrafts(drafter, batch, self._future.tokens, self._pool)
         else:
             assert self._graphs is not None
-            batch = self._graphs.settle(batch)
             forwards = self._graphs.drafts(step.graph, batch)
-        token_ids = drafter.guess(batch, step.speculated.to_guess, forwards, draw_of)
+        drafts = np.diff(rows.query_starts) - 1
+        num_rows = [int((drafts > n).sum()) for n in range(step.speculated.num_guessed)]
+        token_ids = drawn(forwards, batch, num_rows, draw_of, drafter.logits)
         return replace(settled, batch=msgspec.structs.replace(batch, token_ids=token_ids))
 
     def _eager(
@@ -517,21 +515,16 @@ class Forwards:
     def _sample(self, forward: _Forward, sampling: TokenSampling, output: StepOutput) -> None:
         """Choose the tokens, verify drafts, store the newest tokens for the next step, and copy
         everything to the host."""
-        states, to_host = forward.states, _to_host
-        if forward.chooses:
-            assert self._graphs is not None
-            sampled = SampledTokens(self._graphs.choose(states.num_samples, states.early))
-            to_host = _copied_to_host
-        else:
-            sampled = sampling.sample(states, forward.sent)
-        tokens, verified = sampled.tokens, forward.step.verified
+        states, verified = forward.states, forward.step.verified
+        sampled = sampling.sample(states, forward.sent)
+        tokens = sampled.tokens
         if not states.inputs.chosen:
-            output.tokens = to_host(tokens)
+            output.tokens = _to_host(tokens)
         elif verified is not None:
             self._verify(forward, verified, tokens, output)
         else:
             self._future.store(forward.step.batch.slots, tokens)
-            output.tokens = to_host(tokens)
+            output.tokens = _to_host(tokens)
         output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
         output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]

@@ -9,9 +9,10 @@ tensors whose sizes follow from the shape. Each of these tensors therefore has t
 every step of a shape. If a step is smaller than its shape, padding rows of the capture fill the
 rest.
 
-Steps with drafts of the host, and steps after them, run by graphs alone, too: the graph of a shape
-first moves rows that begin early, and the graph that chooses tokens then verifies drafts. Both do
-nothing if the number of such rows is 0.
+Steps with drafts, and steps after them, run by graphs alone, too: the first graph moves rows that
+begin early, the graphs of a drafter draw drafts (DraftGraphs), and the graph that chooses tokens
+then verifies them. State updates after verification are the last graph. All these graphs do nothing
+for rows that do not begin early or have no drafts.
 """
 
 import logging
@@ -42,7 +43,7 @@ from engine.batch.upload import (
     upload,
 )
 from engine.models.blocks.layer import LateStates
-from engine.models.drafting import live_token
+from engine.runner.draft_graphs import DraftGraphs, GraphDrafter, GraphDrafts
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
 from engine.runner.step import SpeculativeStep
@@ -197,75 +198,16 @@ class _Recorded:
     Attributes:
         hidden: hidden states of the latest replay, one per token of a ragged shape, otherwise one
             per row.
-        drafts: a forward of the drafter over the same inputs. None: the shape has no drafts.
+        drafts: graphs of the drafter over the same inputs, which also move early rows. None: the
+            device draws no drafts in steps of this shape.
+        update: the state updates after verification. None: there are none, or not by graphs.
     """
 
     inputs: _Inputs
     graph: Graph
     hidden: Tensor
-    drafts: Graph | None
-
-
-class GraphDrafter:
-    """A drafter whose forwards are captured. Its inputs are in memory next to those of a step.
-
-    Args:
-        before: returns the vectors before each row's first token, see DeviceDrafter.
-        advance: computes one token of each row, from the vectors before it.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[ForwardBatch], Tensor],
-        advance: Callable[[ForwardBatch, Tensor], Tensor],
-    ) -> None:
-        self.before = before
-        self._advance = advance
-        self._made: tuple[Tensor, Tensor] | None = None
-
-    def allocate(self, batch: ForwardBatch, max_rows: int) -> None:
-        """Allocate the inputs, unless that is done.
-
-        Args:
-            batch: any batch on the device. It determines the size of a vector.
-        """
-        if self._made is None:
-            like = self.before(batch)
-            vectors = like.new_zeros(max_rows, like.shape[1])
-            self._made = vectors, torch.zeros(2, dtype=torch.int64, device=like.device)
-
-    @property
-    def vectors(self) -> Tensor:
-        """Vectors before the next forward, [most rows, hidden]."""
-        assert self._made is not None
-        return self._made[0]
-
-    @property
-    def place(self) -> Tensor:
-        """The index of a token in its row, and the number of rows that have this token: int64
-        [2]."""
-        assert self._made is not None
-        return self._made[1]
-
-    def work(self, batch: ForwardBatch) -> Tensor:
-        """Compute one token of each row of a batch, and replace the vectors."""
-        one, vectors = live_token(batch, *self.place.unbind()), self.vectors[: batch.num_rows]
-        return vectors.copy_(self._advance(one, vectors))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphDrafts:
-    """Forwards of a drafter within a step, see DraftSteps. Each replays the same graph."""
-
-    token_ids: Tensor
-    graph: Graph
-    drafter: GraphDrafter
-
-    def vectors(self, number: int, num_rows: int) -> Tensor:
-        for place, value in zip(self.drafter.place.unbind(), (number, num_rows), strict=True):
-            place.fill_(value)
-        self.graph.replay()
-        return self.drafter.vectors[:num_rows]
+    drafts: DraftGraphs | None
+    update: Graph | None
 
 
 class StepGraphs:
@@ -303,7 +245,6 @@ class StepGraphs:
             max_tokens(sizes.max_rows), sizes.hidden_size, dtype=model.dtype, device=device
         )
         self._choice = self._made_choice(model)
-        self._views: list[Tensor] = []  # tensors of the step that was uploaded last
 
     def _made_choice(self, model: GraphModel) -> ChoiceGraphs:
         memory, sizes = self._block.memory, self._sizes
@@ -311,7 +252,7 @@ class StepGraphs:
         if sizes.max_drafts:
             # The next column of every shape has the token ids.
             token_ids = memory[packed_bytes(self._choice_padding) :].view(torch.int32)
-            size = sizes.max_rows, 2 + 1 + sizes.max_drafts
+            size = max_tokens(sizes.max_rows), 2 + 1 + sizes.max_drafts
             verified = torch.zeros(size, dtype=torch.int32, device=self._device)
             verification = Verification(model.verify, token_ids, verified)
         return ChoiceGraphs(model.choose, self._recorder, self._hidden, inputs, verification)
@@ -339,7 +280,7 @@ class StepGraphs:
         if _kind(shape) in self._impossible:
             return
         try:
-            recorded = self._recorded(shape)
+            recorded = self._recorded(shape, choice=choice)
             if choice and shape.chooses:
                 self._capture_choice(shape.rows)
         except Uncapturable as error:
@@ -366,22 +307,68 @@ class StepGraphs:
             self._choice.give_up()
             log.warning("sampling runs without CUDA graphs %s", kv(operations=error))
 
-    def _recorded(self, shape: GraphShape) -> _Recorded:
-        inputs, drafter, drafts = self._inputs(shape), self._drafter, None
-        moves = self._sizes.max_drafts > 0 and not shape.late
+    def _recorded(self, shape: GraphShape, *, choice: bool) -> _Recorded:
+        inputs, model, sizes = self._inputs(shape), self._model, self._sizes
+        batch, drafter, late = inputs.batch, self._drafter, shape.late
+        drafts = update = None
+
+        def move() -> None:
+            if sizes.max_drafts:
+                model.move(inputs.early, row_inputs(batch), self._choice.parameters.positions)
 
         def work() -> Tensor:
-            if moves:
-                self._model.move(inputs.early, row_inputs(inputs.batch), self._choice.positions)
-            inputs.late = LateStates() if shape.late else None
-            hidden = self._model.forward(inputs.batch, inputs.adapted, inputs.late)
+            if drafts is None:
+                move()
+            inputs.late = LateStates() if late else None
+            hidden = model.forward(batch, inputs.adapted, inputs.late)
             return self._hidden[: len(hidden)].copy_(hidden)
 
+        if late and drafter is not None:
+            drafter.allocate(batch, max_tokens(sizes.max_rows))
+            drafts = self._recorded_drafts(drafter, batch, move, choice=choice)
         graph, hidden = self._recorder(work)
-        if drafter is not None and shape.late:
-            drafter.allocate(inputs.batch, max_tokens(self._sizes.max_rows))
-            drafts, _ = self._recorder(lambda: drafter.work(inputs.batch))
-        return _Recorded(inputs, graph, hidden, drafts)
+        if late and choice and sizes.max_drafts:
+            update, _ = self._recorder(lambda: self._updated(inputs))
+        return _Recorded(inputs, graph, hidden, drafts, update)
+
+    def _recorded_drafts(
+        self,
+        drafter: GraphDrafter,
+        batch: ForwardBatch,
+        move: Callable[[], None],
+        *,
+        choice: bool,
+    ) -> DraftGraphs:
+        """Capture the graphs of the drafter for a shape, see DraftGraphs.
+
+        Args:
+            move: moves early rows.
+        """
+        num_rows, parameters, draw = self._choice.num_rows, self._choice.parameters, None
+
+        def begin() -> Tensor:
+            move()
+            return drafter.begin(batch, num_rows)
+
+        first, _ = self._recorder(begin)
+        advance, _ = self._recorder(lambda: drafter.advance(batch, num_rows))
+        if choice:
+            draw, _ = self._recorder(lambda: drafter.draw(batch, num_rows, parameters))
+        return DraftGraphs(first, advance, draw)
+
+    def _updated(self, inputs: _Inputs) -> Tensor:
+        """Update the states of a shape's rows, after the verification of drafts. Return the number
+        of new tokens of each row."""
+        batch, late, choice = inputs.batch, inputs.late, self._choice
+        assert late is not None
+        counts = choice.verified(batch.num_rows)[:, 0].contiguous()
+        late.write(batch.states_after(counts), len(batch.token_ids))
+        rows = torch.arange(batch.num_rows, device=counts.device)
+        places = batch.query_starts[:-1] + counts - 1
+        # The last token belongs to padding, for which nothing is stored.
+        padding = len(batch.token_ids) - 1
+        late.continue_from(torch.where(rows < choice.num_rows, places, padding).long())
+        return counts
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph on the device, filled with padding."""
@@ -446,20 +433,22 @@ class StepGraphs:
         shape: GraphShape,
         batch: HostBatch,
         adapters: Sequence[HostColumn],
-        parameters: Sequence[HostColumn],
         beside: Sequence[HostColumn],
     ) -> tuple[ForwardBatch, list[Tensor]]:
-        """Copy a step to the inputs of a graph. Return the step without padding and the columns of
-        `beside`, on the device. Both are valid until the next `upload`.
+        """Copy a step whose tokens no graph chooses to the inputs of a graph. Return the step
+        without padding and the columns of `beside`, on the device. Both are valid until the next
+        `upload`.
 
-        Rows are moved and drafts are verified outside of graphs.
+        The returned tensors are the inputs of the graph, so a change of them in place has an effect
+        on `replay`. The graph moves no rows.
 
         Args:
-            adapters, parameters: see `send`.
+            adapters: see `send`.
             beside: columns to upload in the same copy.
         """
         own, inputs = batch.columns(), self._graphs[shape].inputs
-        choice = ONLY_PADDING, *(parameters or _GREEDY), ONLY_PADDING, ONLY_PADDING
+        num_rows = np.array((len(batch.slots),), np.int32)
+        choice = ONLY_PADDING, *_GREEDY, ONLY_PADDING, num_rows
         sent = inputs.padding.upload(
             [*choice, *inputs.columns(batch), *_NO_EARLY, *adapters],
             [*own[-NUM_VARYING:], *beside],
@@ -469,48 +458,23 @@ class StepGraphs:
             padded if padded.shape == column.shape else padded[: len(column)]
             for padded, column in zip(inputs.fixed, own, strict=False)
         ]
-        self._views = views + sent[:NUM_VARYING]
-        return ForwardBatch.of(self._views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
-
-    def settle(self, batch: ForwardBatch) -> ForwardBatch:
-        """Copy tensors of the step that changed since `upload` to the inputs of the graph. Return
-        the step over these inputs."""
-        self._write(batch)
-        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
-
-    def _write(self, batch: ForwardBatch) -> None:
-        for view, tensor in zip(self._views, batch.columns(), strict=True):
-            if tensor is not view:
-                view.copy_(tensor)
+        views += sent[:NUM_VARYING]
+        return ForwardBatch.of(views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
 
     def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
         """Return the forwards of the drafter before a step of a shape with drafts.
 
         Args:
-            batch: result of `settle`.
+            batch: result of `upload`.
         """
-        graph, drafter = self._graphs[shape].drafts, self._drafter
-        assert graph is not None and drafter is not None
-        before = drafter.before(batch)
-        drafter.vectors[: len(before)].copy_(before)
-        return GraphDrafts(batch.token_ids, graph, drafter)
+        graphs, drafter = self._graphs[shape].drafts, self._drafter
+        assert graphs is not None and drafter is not None
+        graphs.begin.replay()
+        return GraphDrafts(batch.token_ids, graphs, drafter.vectors)
 
     def chooses(self, num_tokens: int) -> bool:
         """Return whether there is a graph for the choice of this many tokens."""
         return self._choice.fits(num_tokens)
-
-    def choose(self, num_tokens: int, early: Tensor | None) -> Tensor:
-        """Choose the tokens after the first hidden states of the newest forward, without storing
-        them.
-
-        Args:
-            early: see HiddenStates.
-        Returns:
-            int32 [num_tokens], valid until the next step.
-        """
-        if early is not None:
-            self._choice.move(early)
-        return self._choice.replay(num_tokens)
 
     def send(
         self,
@@ -536,36 +500,38 @@ class StepGraphs:
         columns = [*choice, *inputs.columns(batch), *early, *adapters]
         inputs.padding.send(columns, (batch.page_ids,), self._block)
 
-    def run(self, shape: GraphShape, num_tokens: int) -> Tensor:
-        """Compute the step of the latest `send`, choose its tokens and verify drafts, by two
-        graphs.
+    def run(self, shape: GraphShape, num_tokens: int, num_drafts: int) -> Tensor:
+        """Compute the step of the latest `send`, choose its tokens and verify drafts, by graphs
+        alone.
 
-        The last token of each row is stored for the next step. State updates that follow the
-        verification of drafts are dropped.
+        The last token of each row is stored for the next step.
 
         Args:
             num_tokens: number of samples of the step.
+            num_drafts: maximum number of drafts of a row that the device draws.
         Returns:
             int32 [num_tokens], valid until the next step.
         """
-        self._graphs[shape].graph.replay()
-        return self._choice.replay(num_tokens)
+        recorded = self._graphs[shape]
+        if recorded.drafts is not None:
+            recorded.drafts.replay(num_drafts)
+        recorded.graph.replay()
+        tokens = self._choice.replay(num_tokens)
+        if recorded.update is not None:
+            recorded.update.replay()
+        return tokens
 
     def verified(self, num_rows: int) -> Tensor:
         """Return VerifiedDrafts.columns after `run`, valid until the next step."""
         return self._choice.verified(num_rows)
 
-    def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
-        """Replay a graph. Return the hidden states of `batch.sampled` and the pending state
-        updates. Both are valid until the next `replay`.
-
-        Args:
-            batch: the uploaded step, or a newer state of it. See `settle`.
-        """
+    def replay(self, shape: GraphShape, num_tokens: int) -> tuple[Tensor, LateStates | None]:
+        """Replay the layers for the step of the latest `upload`. Return the hidden states of the
+        first tokens in `sampled`, and the pending state updates. Both are valid until the next
+        `replay`."""
         recorded = self._graphs[shape]
-        self._write(batch)
         recorded.graph.replay()
-        return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
+        return recorded.hidden[:num_tokens], recorded.inputs.late
 
 
 def _kind(shape: GraphShape) -> _Kind:

@@ -34,7 +34,6 @@ class StepParts(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     given: int
     early: int
-    places: int
     adapters: int
     scored: int
     swap_out: int
@@ -50,7 +49,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         given: token positions in the step at which input embeddings begin.
         chosen, num_prompt: see HeadInputs.
         fills: adapter slots to fill.
-        graph, num_decodes, most, to_guess: see Step and its parts.
+        graph, num_decodes, most, num_guessed: see Step and its parts.
         extends: see ForwardBatch.
     """
 
@@ -60,7 +59,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     extends: tuple[tuple[int, int], ...]
     graph: GraphShape | None
     most: int
-    to_guess: tuple[int, ...]
+    num_guessed: int
     seen: tuple[tuple[int, int, int, int], ...]
     given: tuple[int, ...]
     chosen: bool
@@ -90,7 +89,7 @@ def encode(step: Step, block: Block) -> Launch:
         () if rows is None else rows.extends,
         step.graph,
         speculated.most,
-        speculated.to_guess,
+        speculated.num_guessed,
         tuple((one.last - one.first, one.place, one.row, one.at) for one in _images(rows)),
         tuple(one.place for one in _given(rows)),
         step.heads.chosen,
@@ -106,7 +105,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
         adapter: returns this rank's part of an adapter.
     """
     views = iter([_view(block, *each) for each in launch.columns])
-    rows, given, early, places, adapters, scored, swap_out, swap_in = (
+    rows, given, early, adapters, scored, swap_out, swap_in = (
         [*islice(views, count)] for count in msgspec.structs.astuple(launch.parts)
     )
     images = (VisibleImage(None, 0, *one) for one in launch.seen)
@@ -117,7 +116,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     seen: tuple[VisibleImage | VisibleEmbeddings, ...] = (*images, *embeddings)
     return Step(
         HostBatch.of(rows, launch.num_decodes, seen, launch.extends) if rows else None,
-        SpeculativeStep(early, launch.most, places, launch.to_guess),
+        SpeculativeStep(early, launch.most, launch.num_guessed),
         AdapterBatch(
             TokensBySlot(*map(torch.from_numpy, adapters)) if adapters else None,
             tuple((slot, adapter(identity)) for slot, identity in launch.fills),
@@ -137,7 +136,6 @@ def _parts(step: Step) -> Sequence[Sequence[HostColumn]]:
         () if step.rows is None else step.rows.columns(),
         [one.values.numpy() for one in _given(step.rows)],
         step.speculated.early,
-        step.speculated.places,
         step.adapter_columns,
         step.heads.columns(),
         _pages(step.swap_out),

@@ -24,7 +24,7 @@ from engine.batch.forward import BatchBuilder, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
-from engine.batch.verified_rows import places_of, runs_of, standing
+from engine.batch.verified_rows import runs_of, standing
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.models.spec import ModelSpec
@@ -137,8 +137,7 @@ class StepBuilder:
             )
             speculated = SpeculativeStep.of(batch, self._table, verify)
             if spec.draft is not None:
-                places = (places_of(batch),)
-                speculated = replace(speculated, places=places, to_guess=(len(batch.slots),))
+                speculated = msgspec.structs.replace(speculated, num_guessed=1)
             for sampling in self._features.rehearsals(batch.num_tokens, 0, spec):
                 yield _rehearsal(verify, sampling, speculated), sampling
         adapters = None if self._adapters is None else self._adapters.rehearsal(num_tokens)

@@ -19,45 +19,42 @@ from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn
-from engine.batch.verified_rows import VerifiedRows, places_of
+from engine.batch.verified_rows import VerifiedRows
 from engine.sampling.heads import SAMPLES, HeadInputs
 from engine.sampling.pooling import Pooled
 from kernels.sampling.early_rows import EarlyRows, move_early_rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SpeculativeStep:
+class SpeculativeStep(msgspec.Struct, frozen=True, eq=False):
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
         early: `most` and `guesses` of EarlyRows. Empty: no row may begin early.
         most: maximum number of tokens of a row that are verified. 0: no row has drafts.
-        places: VerifiedRows.places. Empty: the device draws no drafts.
-        to_guess: if the device drafts: number of rows with at least one draft, with at least two,
-            and so on.
+        num_guessed: maximum number of drafts of a row, if the device draws them.
     """
 
     early: Sequence[HostColumn] = ()
     most: int = 0
-    places: Sequence[HostColumn] = ()
-    to_guess: tuple[int, ...] = ()
+    num_guessed: int = 0
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: SlotTable, rows: HostBatch) -> "SpeculativeStep":
         """Return the data when a step is launched. `rows`: the step."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
-        early, most = early_columns(batch, rows, table), 0
+        early, most, num_guessed = early_columns(batch, rows, table), 0, 0
         if batch.mode is ForwardMode.VERIFY:  # the first row has the most tokens
             most = rows.extends[0][0]
-        to_guess = _to_guess(batch, rows.token_ids) if most else ()
-        return cls(early, most, (places_of(batch),) if to_guess else (), to_guess)
+            if np.minimum.reduce(rows.token_ids) == TO_GUESS:  # the smallest number
+                num_guessed = most - 1
+        return cls(early, most, num_guessed)
 
     def columns(self, num_rows: int) -> Sequence[HostColumn]:
         """Return the columns to upload for a step with `num_rows` rows."""
         if not (self.early or self.most):
             return ()
-        return (np.array((num_rows,), np.int32), *self.early, *self.places)
+        return (np.array((num_rows,), np.int32), *self.early)
 
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
@@ -70,11 +67,9 @@ class SpeculativeStep:
             sent: `columns` on the device.
             rejected: see FutureMap.
         """
-        early = verified = None
-        if self.most:
-            verified = VerifiedRows(self.most, sent[0], *sent[1 + len(self.early) :])
+        early, verified = None, VerifiedRows(self.most, sent[0]) if self.most else None
         if self.early:
-            num_rows, most, guesses = sent[:3]
+            num_rows, most, guesses = sent
             early = most.new_zeros(len(most) if verified is None else len(batch.token_ids))
             rows = EarlyRows(most, guesses, batch.query_starts, batch.slots, num_rows)
             move_early_rows(rows, row_inputs(batch), rejected, early, page_size)
@@ -144,11 +139,3 @@ class StepOutput:
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
     verified: Tensor | None = None
-
-
-def _to_guess(batch: ScheduleBatch, token_ids: HostColumn) -> tuple[int, ...]:
-    """Return the counts of `to_guess`."""
-    if np.minimum.reduce(token_ids) != TO_GUESS:  # the smallest number
-        return ()
-    drafts = batch.ends - batch.starts - 1
-    return tuple(int(np.count_nonzero(drafts > n)) for n in range(int(drafts.max())))

@@ -18,7 +18,8 @@ from engine.batch.upload import HostColumn
 from kernels.sampling.sample import SamplingColumns
 from kernels.sampling.verify import DraftRows
 
-NUM_PARAMETERS = len(fields(SamplingColumns))
+_PARAMETERS = fields(SamplingColumns)
+NUM_PARAMETERS = len(_PARAMETERS)
 
 # Chooses tokens from hidden states [n, hidden], and stores them for the next step as the last
 # tokens of n slots (int64).
@@ -78,6 +79,7 @@ class ChoiceGraphs:
 
     Attributes:
         slots: the slots of the newest step's rows, then padding: int64 [most rows].
+        parameters: sampling parameters of the newest step, then padding, [most rows].
         num_rows: number of rows of the newest step, if rows begin early or have drafts: int32 [1].
 
     Args:
@@ -99,23 +101,20 @@ class ChoiceGraphs:
         self._choose = choose
         self._record = record
         self._hidden = hidden
-        self.slots, *self._parameters, self._starts, self.num_rows = inputs
+        self.slots, *parameters, self._starts, self.num_rows = inputs
+        self.parameters = SamplingColumns(*parameters)
         self._verification = verification
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         self._captured: list[int] = []  # ascending
         self._possible = True
-
-    @property
-    def positions(self) -> Tensor:
-        """SamplingColumns.positions of the newest step, then padding: int32 [most rows]."""
-        return self._parameters[-1]
 
     def capture(self, num_rows: int) -> None:
         """Capture the graph for a number of rows. It needs memory for their logits."""
         if not self._possible:
             return
         hidden, slots = self._hidden[:num_rows], self.slots[:num_rows]
-        parameters = SamplingColumns(*(each[:num_rows] for each in self._parameters))
+        columns = (getattr(self.parameters, each.name)[:num_rows] for each in _PARAMETERS)
+        parameters = SamplingColumns(*columns)
 
         def work() -> Tensor:
             tokens = self._choose(hidden, parameters, slots)
@@ -136,10 +135,6 @@ class ChoiceGraphs:
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a graph for this many rows."""
         return bool(self._captured) and num_rows <= self._captured[-1]
-
-    def move(self, early: Tensor) -> None:
-        """Subtract int32 [any] from the positions of the first rows."""
-        self.positions[: len(early)].sub_(early)
 
     def verified(self, num_rows: int) -> Tensor:
         """Return the first rows of Verification.verified after `replay`."""

@@ -12,7 +12,8 @@ alone. Only steps without a graph pay them.
 
 The second table has the time of whole steps, whose graphs replay in no time: the host builds the
 inputs, packs them, copies them in one piece, and copies the tokens back. The rows of "verify" steps
-have drafts. Those of "early" steps also begin earlier if the step before rejected drafts. The
+have drafts. Those of "early" steps also begin earlier if the step before rejected drafts. An
+MTP layer draws its drafts on the device, and recurrent layers update states after verification. The
 scheduler and the reading of results are not included. Nor are the calls of the real driver: two
 graph launches, two copies, two events, and pinned memory for the tokens.
 
@@ -34,9 +35,9 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from common.config import LoraConfig
+from common.config import LoraConfig, SpeculativeConfig
 from common.requests.sampling import SamplingParams
-from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.batch import TO_GUESS, ForwardMode, ScheduleBatch
 from engine.models import Model, load
 from engine.models.linear import onednn
 from engine.runner.runner import LaunchedStep
@@ -46,6 +47,7 @@ from kernels.bound import BoundKernel
 from tests.support.engine.steps import GREEDY, Steps, prompt
 from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import make_checkpoint, reference_model
+from tests.support.models.drafters import make_mtp
 from tools.bench.resources.compilation import AbsentDevice
 from tools.bench.support import record
 
@@ -166,6 +168,8 @@ class Launcher:
         if kind == "early":  # the step before had drafts, and its result is not known yet
             early = np.full(len(self._rows), DRAFTS, np.int32)
             steps.table.known[: len(self._rows)] = starts - early
+        if model.drafter is not None:
+            steps.table.tokens[:] = TO_GUESS
         self._batch = ScheduleBatch(
             step=1,
             mode=modes.get(kind, ForwardMode.DECODE),
@@ -232,15 +236,28 @@ def of_layers(root: Path, architecture: str, repeats: int) -> Iterator[dict[str,
 
 def outside(root: Path, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield the cost of steps outside of their graphs."""
-    directory = make_checkpoint(root / "model")
+    directory, cpu = make_checkpoint(root / "model"), torch.device("cpu")
     for number in range(4):
         make_adapter(root / "shelf" / f"adapter{number}", reference_model(directory), seed=number)
     names = tuple(f"adapter{number}" for number in range(4))
     lora = LoraConfig(adapter_dir=root / "shelf", preload=names, max_loras=4)
-    model = load(directory, torch.device("cpu"), torch.bfloat16)
-    for kind in ("decode", "sampled", "verify", "early", "adapters", "prompt"):
-        launcher = Launcher(model, kind, lora if kind == "adapters" else None, graphs=True)
-        yield {"step": kind, "us": launcher.microseconds(repeats), "goal_us": GOAL_US}
+    recurrent = make_checkpoint(root / "recurrent", "qwen3_next")
+    with_layer = make_mtp(make_checkpoint(root / "mtp", "deepseek_v3"))
+    mtp = SpeculativeConfig(method="mtp")
+    verifying = ("verify", "early")
+    for name, model, kinds in (
+        (
+            "dense",
+            load(directory, cpu, torch.bfloat16),
+            ("decode", "sampled", "adapters", "prompt", *verifying),
+        ),
+        ("recurrent layers", load(recurrent, cpu, torch.bfloat16), ("decode", *verifying)),
+        ("MTP layer", load(with_layer, cpu, torch.bfloat16, speculation=mtp), verifying),
+    ):
+        for kind in kinds:
+            launcher = Launcher(model, kind, lora if kind == "adapters" else None, graphs=True)
+            us = launcher.microseconds(repeats)
+            yield {"model": name, "step": kind, "us": us, "goal_us": GOAL_US}
 
 
 def main() -> None:
@@ -263,7 +280,13 @@ def main() -> None:
         )
         beside = [*outside(root, steps)]
         record.table(
-            beside, {"step": "{step}", "us outside of graphs": "{us:.0f}", "goal": "{goal_us}"}
+            beside,
+            {
+                "model": "{model}",
+                "step": "{step}",
+                "us outside of graphs": "{us:.0f}",
+                "goal": "{goal_us}",
+            },
         )
         rows += layers + beside
     record.emit("launches", {"steps": steps, "arch": ARCH}, rows)

@@ -20,8 +20,7 @@ from engine.models.blocks.layer import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
-from engine.models.drafting import DraftSteps, ModelVectors, drawn, one_token, view_of
-from engine.models.drafting.protocol import Draw
+from engine.models.drafting import ModelVectors, one_token, view_of
 from engine.models.families import read_decoder
 from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.vision.encoder import VisionInput
@@ -123,10 +122,8 @@ class DraftModel:
         hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
         return hidden
 
-    def guess(
-        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
-    ) -> Tensor:
-        return drawn(steps, batch, num_rows, draw, self.decoder.logits)
+    def logits(self, vectors: Tensor) -> Tensor:
+        return self.decoder.logits(vectors)
 
     def _run(
         self, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool

@@ -2,7 +2,15 @@
 models."""
 
 from engine.models.drafting.block import BodySpec, DraftSpec, InnerNorms
-from engine.models.drafting.drawing import EagerDrafts, drawn, live_token, one_token, view_of
+from engine.models.drafting.drawing import (
+    EagerDrafts,
+    drawn,
+    has_draft,
+    live_token,
+    one_token,
+    sample_places,
+    view_of,
+)
 from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
 from engine.models.drafting.protocol import (
@@ -26,7 +34,9 @@ __all__ = [
     "InnerNorms",
     "ModelVectors",
     "drawn",
+    "has_draft",
     "live_token",
     "one_token",
+    "sample_places",
     "view_of",
 ]

@@ -67,15 +67,35 @@ def view_of(pool: KVPool) -> DraftView:
     return pool.draft
 
 
-def live_token(batch: ForwardBatch, number: Tensor, num_live: Tensor) -> ForwardBatch:
-    """Return a decode step of all rows of a batch, each with one of its tokens. The host knows
-    neither the token nor the number of rows with this token. The other rows are padding.
+def has_draft(batch: ForwardBatch, number: Tensor, num_rows: Tensor) -> Tensor:
+    """Return whether a draft follows token `number` of each row, bool [rows of the batch].
 
     Args:
-        number: int64 [], number of the token in its row.
-        num_live: int64 [], number of first rows that have such a token.
+        number: int64 [1].
+        num_rows: int32 [1]. Further rows are padding.
     """
-    live = torch.arange(batch.num_rows, device=number.device) < num_live
+    rows = torch.arange(batch.num_rows, device=number.device)
+    return (rows < num_rows) & (number + 1 < batch.query_starts.diff())
+
+
+def sample_places(
+    batch: ForwardBatch, rows: Tensor, num_rows: Tensor | int, number: Tensor | int
+) -> Tensor:
+    """Return the places among the step's samples of those after token `number` of rows in which a
+    draft follows that token, int64.
+
+    Args:
+        rows: int64 [n], numbers of the rows.
+        num_rows: rows of the step.
+    """
+    # First comes the sample after the last token of each row. So each earlier row has one less.
+    return num_rows + batch.query_starts[rows] - rows + number
+
+
+def live_token(batch: ForwardBatch, number: Tensor, num_rows: Tensor) -> ForwardBatch:
+    """Return a decode step of all rows of a batch, each with token `number` of the row. Rows
+    without a draft after this token are padding. For the arguments, see `has_draft`."""
+    live = has_draft(batch, number, num_rows)
     places = (batch.query_starts[:-1].long() + number).clamp(max=len(batch.token_ids) - 1)
     lengths = torch.where(live, batch.starts + number.int() + 1, 0)
     one = one_token(batch, batch.token_ids, places, lengths)

@@ -15,8 +15,8 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DRAFT_TABLE, DraftView
 from engine.models.blocks.layer import KeptStates, ModelStep
-from engine.models.drafting.drawing import drawn, view_of
-from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw, ModelVectors
+from engine.models.drafting.drawing import view_of
+from engine.models.drafting.protocol import DraftLayer, ModelVectors
 from kernels.pages.store_kv import store_kv
 
 
@@ -73,13 +73,8 @@ class DraftHead:
         embeddings = self._embed(one.token_ids, future_tokens)
         return self.layer.forward(vectors, embeddings, ModelStep(one), _kept(view_of(pool)))
 
-    def guess(
-        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
-    ) -> Tensor:
-        def logits(vectors: Tensor) -> Tensor:
-            return self.layer.logits(vectors, self._logits)
-
-        return drawn(steps, batch, num_rows, draw, logits)
+    def logits(self, vectors: Tensor) -> Tensor:
+        return self.layer.logits(vectors, self._logits)
 
 
 def _kept(view: DraftView) -> KeptStates:

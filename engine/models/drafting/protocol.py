@@ -68,16 +68,9 @@ class DeviceDrafter(Protocol):
         """
         ...
 
-    def guess(
-        self, batch: ForwardBatch, num_rows: Sequence[int], steps: "DraftSteps", draw: Draw
-    ) -> Tensor:
-        """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
-        Called before the step.
-
-        Args:
-            num_rows: number of rows with at least one draft, with at least two, and so on. Rows
-                with more drafts come first.
-        """
+    def logits(self, vectors: Tensor) -> Tensor:
+        """Return the logits of the drafts after the tokens of `advance`, which returned the
+        vectors. See DraftLayer."""
         ...
 
 

@@ -75,11 +75,17 @@ def test_rows_without_a_draft_are_padding_while_others_are_drafted() -> None:
         locations=(np.arange(20, 26),),
         lengths=np.array([9, 5, 7], np.int32),
     )
-    one = live_token(batch.to(CPU)[0], torch.tensor(1), torch.tensor(2))
-    assert one.token_ids.tolist() == [2, 5, 0]
-    assert one.locations[0].tolist() == [21, 24, -1]
-    assert one.lengths.tolist() == [8, 5, 0]
-    assert one.is_decode
+    for number, num_rows, token_ids, locations, lengths in (
+        (0, 3, [1, 4, 0], [20, 23, -1], [7, 4, 0]),
+        (1, 3, [2, 0, 0], [21, -1, -1], [8, 0, 0]),
+        (0, 1, [1, 0, 0], [20, -1, -1], [7, 0, 0]),
+    ):
+        count = torch.tensor([num_rows], dtype=torch.int32)
+        one = live_token(batch.to(CPU)[0], torch.tensor([number]), count)
+        assert one.token_ids.tolist() == token_ids
+        assert one.locations[0].tolist() == locations
+        assert one.lengths.tolist() == lengths
+        assert one.is_decode
 
 
 @pytest.mark.parametrize("counts", [[3], [1, 1], [4, 2, 1], [1] * 5])

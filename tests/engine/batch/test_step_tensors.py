@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from common.requests.images import Image
 from engine.batch.batch import ForwardMode, ScheduleBatch, StateCheckpoint
@@ -105,7 +106,8 @@ def test_a_row_continues_from_its_own_state_unless_it_starts_or_has_another_one(
         resumed=(StateCheckpoint(2, 0, np.array([0, 3], np.int32)),),
         kept=(StateCheckpoint(1, 16, np.array([4, 5], np.int32)),),
     )
-    made = BatchBuilder(table).build(batch)
+    builder = BatchBuilder(table)
+    made = builder.build(batch)
     assert made.state_reads.tolist() == [[-1, -1], [80, 81], [0, 3], [60, 61]]
     assert made.state_writes.tolist() == [[70, 71], [80, 81], [90, 91], [60, 61]]
     assert made.state_marks.tolist() == [0, 16, 0, 0]
@@ -113,6 +115,11 @@ def test_a_row_continues_from_its_own_state_unless_it_starts_or_has_another_one(
     uploaded, _ = made.to(CPU)
     uploaded.states.check()
     assert np.array_equal(uploaded.state_reads, made.state_reads)
+    later = builder.build(replace(batch, starts=np.array([8, 31, 29, 5], np.int32), kept=()))
+    assert later.state_reads.tolist() == [[70, 71], [80, 81], [0, 3], [60, 61]]
+    assert later.state_writes.tolist() == [[70, 71], [80, 81], [90, 91], [60, 61]]
+    assert later.state_marks.tolist() == [0] * 4
+    assert later.state_kept.tolist() == [[-1, -1]] * 4
 
 
 def test_a_long_row_among_short_ones_costs_only_its_own_pages() -> None:

@@ -19,10 +19,14 @@ from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
+from engine.batch.graph_shapes import GraphShape
 from engine.models import load, open_checkpoint
 from engine.models.spec import LoadTarget
+from engine.runner import forwards
+from engine.runner.draft_graphs import GraphDrafter
 from kernels.sampling.generator import gumbel_noise
 from tests.support.engine.steps import Steps
+from tests.support.hardware.tapes import RepeatRecorder
 from tests.support.models.checkpoints import fingerprint, make_checkpoint, reference_model
 from tests.support.models.drafters import (
     TENSORS,
@@ -268,8 +272,37 @@ def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param(tmp_path_factory.mktemp("guessing"))
 
 
+class DrawnDrafts:
+    """Records the drafts that the device draws, row by row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[list[int]] = []
+        drawn, draw = forwards.drawn, GraphDrafter.draw
+
+        def noting(steps, batch, num_rows, *others):
+            token_ids = drawn(steps, batch, num_rows, *others)
+            self._note(token_ids, batch.query_starts[: num_rows[0]])
+            return token_ids
+
+        def noting_graph(drafter, batch, num_rows, columns):
+            result = draw(drafter, batch, num_rows, columns)
+            if (batch.token_ids != TO_GUESS).all():  # otherwise more drafts follow
+                self._note(batch.token_ids, batch.query_starts[: int(num_rows)])
+            return result
+
+        monkeypatch.setattr(forwards, "drawn", noting)
+        monkeypatch.setattr(GraphDrafter, "draw", noting_graph)
+
+    def _note(self, token_ids: Tensor, firsts: Tensor) -> None:
+        for first in firsts.tolist():
+            self.rows.append(token_ids[first + 1 : first + 1 + NUM_DRAFTS].tolist())
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: bool) -> None:
+def test_drafts_are_those_of_transformers_layer(
+    guessing: Guessing, overlap: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After prompts in chunks of any size, after pages of another request, and after rejected
     drafts. With overlap the rejection is not known yet. Each draft is drawn with its own request's
     noise for its position.
@@ -279,16 +312,12 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     shifted by the number of rejected drafts.
     """
     model = load(guessing.model, CPU, torch.float32, speculation=guessing.speculation)
-    said, guess = [], model.drafter.guess
-
-    def noting(batch, num_rows, *others):
-        token_ids = guess(batch, num_rows, *others)
-        for first in batch.query_starts[: num_rows[0]].tolist():
-            said.append(token_ids[first + 1 : first + 1 + NUM_DRAFTS].tolist())
-        return token_ids
-
-    model.drafter.guess = noting
-    steps = Steps(model, overlap=overlap)
+    model.compute_in_one_way()
+    said, recorder = DrawnDrafts(monkeypatch), RepeatRecorder() if graphs else None
+    steps = Steps(model, num_slots=4 * (1 + NUM_DRAFTS), overlap=overlap, recorder=recorder)
+    for shape in steps.runner.graph_shapes:
+        if shape.chooses or shape == GraphShape(24, 7, late=True):
+            steps.runner.capture(shape)
     prompts = [[7], list(range(40)), [9, 8] * 20, [*range(32), 5, 6]]
     hot = [SamplingParams(max_tokens=100, seed=seed, temperature=1.0) for seed in (5, 6)]
     samplings = [GREEDY, hot[0], GREEDY, hot[1]]
@@ -311,10 +340,11 @@ def test_drafts_are_those_of_transformers_layer(guessing: Guessing, overlap: boo
     steps.settle()
     texts = [steps.table.tokens_of(slot).tolist() for slot in slots]
     steps.close()
-    assert len(said) == 4 * len(slots)
+    assert len(said.rows) == 4 * len(slots)
+    assert not graphs or len(recorder.replays) >= 4 * (2 + 2 * NUM_DRAFTS)
     for row, text in enumerate(texts):
         length = len(prompts[row]) + 1
-        for drafts in said[row :: len(slots)]:
+        for drafts in said.rows[row :: len(slots)]:
             assert drafts == guessing.drafts(text[:length], samplings[row])
             stood = 0
             while stood < NUM_DRAFTS and drafts[stood] == text[length + stood]:

@@ -255,7 +255,7 @@ def _features(step: Step) -> Iterable[str]:
         "graph": step.graph,
         "early rows": bool(speculated.early),
         "drafts": speculated.most > 0,
-        "drafts of the device": speculated.to_guess,
+        "drafts of the device": speculated.num_guessed > 0,
         "adapters": bool(step.adapter_columns),
         "fills": () if step.adapters is None else step.adapters.fills,
         "only pooled": not heads.chosen,

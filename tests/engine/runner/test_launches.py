@@ -23,10 +23,12 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.models.blocks.layer import LateStates
-from engine.models.drafting import live_token
+from engine.runner.draft_graphs import GraphDrafter
 from engine.runner.host_waits import check_capturable
 from engine.runner.rehearsal import padding
+from engine.sampling.choice_graphs import choice_padding
 from kernels import device
+from kernels.sampling.sample import SamplingColumns
 from tests.support.models.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
 from tests.support.models.drafters import make_draft, make_eagle, make_eagle3, make_mtp
 from tests.support.specs import make_batch
@@ -218,14 +220,21 @@ def check_shapes(model, drafts: bool = False) -> None:
                 lambda batch=batch, late=late: model.forward(batch, pool, future, None, late), CPU
             )
     if drafts:
-        vectors, place = model.drafter.before(batch, pool), torch.zeros(2, dtype=torch.int64)
-
-        def advance() -> Tensor:
-            one = live_token(batch, *place.unbind())
-            return model.drafter.advance(one, vectors, future, pool)
-
+        drafter, count = model.drafter, torch.zeros(1, dtype=torch.int32)
+        graphs = GraphDrafter(
+            lambda batch: drafter.before(batch, pool),
+            lambda one, vectors: drafter.advance(one, vectors, future, pool),
+            drafter.logits,
+        )
+        columns = SamplingColumns(*map(torch.from_numpy, choice_padding(8, 8)[1:7]))
+        graphs.allocate(batch, 8)
         with launching(Counter()):
-            check_capturable(advance, CPU)
+            for work in (
+                lambda: graphs.begin(batch, count),
+                lambda: graphs.advance(batch, count),
+                lambda: graphs.draw(batch, count, columns),
+            ):
+                check_capturable(work, CPU)
 
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)

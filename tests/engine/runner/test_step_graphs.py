@@ -120,7 +120,7 @@ def captured(
     model: Model, recorder: RepeatRecorder | TapeRecorder, *further: GraphShape, **options: Any
 ) -> Steps:
     """Return steps with graphs of SIZES and of further shapes."""
-    steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, **options)
+    steps = Steps(model, recorder=recorder, **{"num_slots": NUM_SLOTS, **options})
     wanted = {*further, *(GraphShape(*size) for size in SIZES)}
     for shape in steps.runner.graph_shapes:
         if shape in wanted:
@@ -159,22 +159,32 @@ def served(
     alone: list[list[int]],
     *,
     overlap: bool,
-) -> tuple[int, int]:
+    choose: bool = True,
+) -> int:
     """Serve requests by graphs, and compare their texts with those of steps without drafts and
-    graphs. Return the number of steps, and of forwards of a drafter."""
+    graphs. Return the number of replays, beside those that choose tokens or update states.
+
+    Args:
+        choose: graphs choose the tokens of steps with drafts. False: they are too small.
+    """
+    larger: list[GraphShape] = [GraphShape(12, 12)] if choose else []
     late = [GraphShape(12, 4, late=True)] if kind in DRAFTERS else []
-    steps = captured(model, recorder, *late, overlap=overlap)
+    num_slots = 12 if choose else NUM_SLOTS
+    steps = captured(model, recorder, *larger, *late, num_slots=num_slots, overlap=overlap)
     drafting = Drafting(steps, alone if kind == "dense" else None)
     texts = drafting.run(ROUNDS)
     check_begun(texts, alone)
     assert len(texts[0]) > 5 + 8
-    return drafting.num_steps, sum(map(max, ROUNDS)) if kind in DRAFTERS else 0
+    drafts = [max(each) for each in ROUNDS if any(each)] if kind in DRAFTERS else []
+    # One graph before the drafts, then one or two for each.
+    return drafting.num_steps + len(drafts) + sum(drafts) * (2 if choose else 1)
 
 
 def alone_of(model: Model, **options: Any) -> list[list[int]]:
     return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(NO_DRAFTS)
 
 
+@pytest.mark.parametrize("choose", [True, False])
 @pytest.mark.parametrize(
     "kind, overlap",
     [
@@ -187,7 +197,7 @@ def alone_of(model: Model, **options: Any) -> list[list[int]]:
     ],
 )
 def test_every_step_has_a_graph_and_the_right_tokens(
-    kind: str, overlap: bool, tmp_path: Path
+    kind: str, overlap: bool, choose: bool, tmp_path: Path
 ) -> None:
     """Rows are followed by padding, drafts are accepted and rejected, and each step has other pages
     and lengths than the one of the capture."""
@@ -195,30 +205,38 @@ def test_every_step_has_a_graph_and_the_right_tokens(
     model = load(directory, CPU, torch.float32, speculation=speculation)
     model.compute_in_one_way()  # as on a GPU, where no latents are expanded
     recorder = RepeatRecorder()
-    counted = served(model, kind, recorder, alone_of(model), overlap=overlap)
-    assert len(recorder.replays) == sum(counted)
+    alone = alone_of(model)
+    expected = served(model, kind, recorder, alone, overlap=overlap, choose=choose)
+    assert len(recorder.replays) == expected
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("kind", ["dense", "mtp"])
 def test_graphs_sample_the_tokens_of_steps_with_drafts(
-    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random tokens depend on their places, which rejected drafts move. A step needs no tensors of
     its own on the device."""
     monkeypatch.delattr(StepGraphs, "upload")
-    model = load(make_checkpoint(tmp_path, num_hidden_layers=1), CPU, torch.float32)
+    directory, speculation = made(tmp_path, kind)
+    model = load(directory, CPU, torch.float32, speculation=speculation)
+    model.compute_in_one_way()
     sampling = SamplingParams(max_tokens=9999, seed=5, temperature=1.0, top_k=50)
     alone = Drafting(Steps(model, num_slots=NUM_SLOTS), sampling=sampling).run(NO_DRAFTS)
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=12, recorder=recorder, overlap=overlap)
     steps.capture_all()
-    drafting = Drafting(steps, alone, sampling=sampling)
+    drafting = Drafting(steps, alone if kind == "dense" else None, sampling=sampling)
     check_begun(drafting.run(ROUNDS), alone)
-    assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
+    if kind == "dense":
+        assert len(recorder.replays) == len(recorder.choices) == drafting.num_steps
 
 
-def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -> None:
-    """These writes are not part of the graphs, even if graphs sample the tokens."""
+def test_recurrent_states_are_written_after_drafts_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These writes are graphs of their own."""
+    monkeypatch.delattr(StepGraphs, "upload")
     model = load(
         make_checkpoint(tmp_path, "qwen3_next", num_hidden_layers=2, layer_types=HYBRID),
         CPU,
@@ -228,7 +246,7 @@ def test_recurrent_states_are_written_after_drafts_of_the_host(tmp_path: Path) -
     steps = Steps(model, num_slots=12, recorder=recorder, overlap=False)
     steps.capture_all()
     check_begun(Drafting(steps, alone).run(ROUNDS), alone)
-    assert len(recorder.replays) == len(recorder.choices)
+    assert len(recorder.choices) == len(recorder.replays) + sum(map(any, ROUNDS))
 
 
 # Quick, with all kernels of the dense model: the test of adapters below.
@@ -242,8 +260,8 @@ def test_no_result_of_a_replay_depends_on_the_hosts_data_at_the_capture(
     model = load(directory, CPU, torch.float32, speculation=speculation)
     alone, recorder = alone_of(model), TapeRecorder()
     with recorder.interpreting():
-        counted = served(model, kind, recorder, alone, overlap=True)
-    assert replayed(recorder) == sum(counted)
+        expected = served(model, kind, recorder, alone, overlap=True)
+    assert replayed(recorder) == expected
 
 
 def with_adapters(root: Path) -> tuple[Model, LoraConfig]:

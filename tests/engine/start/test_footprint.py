@@ -147,7 +147,7 @@ def test_the_measured_runner_has_all_parts_and_its_largest_step(measuring, monke
     measured = []
 
     def runner(model, pool, host_pool, table, features, adapters, stream, recorder):
-        return features
+        return features, table.max_drafts
 
     def measure(make_runner, num_tokens, device):
         measured.append((make_runner(), num_tokens))
@@ -157,9 +157,9 @@ def test_the_measured_runner_has_all_parts_and_its_largest_step(measuring, monke
     monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
     monkeypatch.setattr(footprint_module, "footprint_of", measure)
     _, shape, _ = measuring
-    found = measure_footprint(*measuring, max_running=7, graphs=False)
+    found = measure_footprint(*measuring, max_running=7, max_drafts=3, graphs=False)
     assert found == MemoryFootprint(1, 2, 3)
-    assert measured == [("every feature", shape.prefill_tokens + 7)]
+    assert measured == [(("every feature", 3), shape.prefill_tokens + 7)]
 
 
 # Seen failing without each of the three: the garbage collection, the emptied cache, the closed
@@ -175,7 +175,7 @@ def test_memory_of_the_measurement_is_released(measuring, monkeypatch):
 
     monkeypatch.setattr(footprint_module, "make_runner", Runner)
     threads = set(threading.enumerate())
-    found = measure_footprint(*measuring, max_running=7, graphs=False)
+    found = measure_footprint(*measuring, max_running=7, max_drafts=3, graphs=False)
     assert found == MemoryFootprint(state=3 * GIB, forward=GIB, graphs=0)
     assert gpu.memory_reserved() == 0
     assert set(threading.enumerate()) <= threads

@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from common.config import LoraConfig, SpeculativeConfig
 from common.requests.sampling import GuidedDecoding, ReasoningTokens
 from engine.grammar import matching
 from engine.grammar.matching import Match
+from engine.models.drafting import drawn
+from engine.runner import forwards
 from engine.speculative import DraftPolicy, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.models.adapters import make_adapter
@@ -179,14 +181,13 @@ def with_layer(request, tmp_path_factory, noise) -> Loaded:
 class RecallingLayer:
     """The drafts of a layer that reproduces the responses, except for some tokens."""
 
-    def __init__(self, guess: Callable[..., Tensor], texts: Sequence[Sequence[int]]) -> None:
-        self._guess = guess
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self._texts = {text[0]: text for text in texts}
         self._random = random.Random(1)
         self.table: Any = None  # of the node
 
-    def __call__(self, batch: Any, num_rows: Sequence[int], *others: Any) -> Tensor:
-        token_ids = self._guess(batch, num_rows, *others)
+    def __call__(self, steps: Any, batch: Any, num_rows: Sequence[int], *others: Any) -> Tensor:
+        token_ids = drawn(steps, batch, num_rows, *others)
         for number, count in enumerate(num_rows):
             for row in range(count):
                 text = self._texts[int(self.table.tokens[int(batch.slots[row]), 0])]
@@ -207,14 +208,13 @@ def test_responses_equal_those_without_drafts_of_a_layer(with_layer, monkeypatch
     """
     with PairRig(with_layer, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
         plain = _asked(rig, list(FEATURES))
-    drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]
-    recalling = RecallingLayer(drafter.guess, texts)
+    recalling = RecallingLayer([[*one.prompt, *one.tokens] for one in plain])
     size = _size(speculator=Speculator(HeadDrafter(), DraftPolicy(NUM_DRAFTS), NUM_DRAFTS))
     with PairRig(
         with_layer, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
     ) as rig:
         recalling.table = rig.decode[0].engine.core.table
-        monkeypatch.setattr(drafter, "guess", recalling)
+        monkeypatch.setattr(forwards, "drawn", recalling)
         reported = _asked(rig, list(FEATURES))
         accepted, rejected = rig.decode[0].drafts()
     _check_alike(reported, plain)
