@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -22,9 +21,8 @@ from common import logs
 from common.config import NodeConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
-from common.process.ipc import FrameSocket, PeerGone
+from common.process.ipc import FrameSocket, PeerGone, WakeUp
 from common.process.polling import poll_ready
-from common.process.wakeup import WakeUp
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 
 log = logging.getLogger(__name__)
@@ -50,8 +48,6 @@ class EngineChannel:
         self._frames = frames
         self._handed_over = handed_over
         self._wake_up = WakeUp()
-        self._poll = select.poll()
-        self._poll.register(self._wake_up, select.POLLIN)
 
     def take(self) -> list[FrontMessage]:
         """Return the messages that have arrived since the last call, in order. Never blocks.
@@ -74,11 +70,7 @@ class EngineChannel:
         """Sleep until the frontend has sent something, another thread calls `wake`, or the timeout
         expires. Returns at once after a wake-up since the last `wait`.
         """
-        events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
-        self._poll.register(self._frames, events)
-        ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
-        if any(fd == self.wakeup for fd, _ in ready):
-            self._wake_up.clear()
+        self._wake_up.sleep(self._frames, timeout_s)
         self._frames.flush()
 
     def wake(self) -> None:
@@ -92,7 +84,7 @@ class EngineChannel:
 
     def watch(self, descriptor: int) -> None:
         """Make `wait` return at once while this descriptor is readable."""
-        self._poll.register(descriptor, select.POLLIN)
+        self._wake_up.watch(descriptor)
 
     def flush(self, timeout_s: float) -> None:
         """Send queued messages, for at most `timeout_s`."""

@@ -10,6 +10,8 @@ the peer. Other streams continue.
 
 import asyncio
 import contextlib
+import os
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -179,6 +181,48 @@ class FrameSocket(Generic[T]):
         """Close the socket. The other process sees end of file. Idempotent."""
         self._ended = True
         self._socket.close()
+
+
+class WakeUp:
+    """The sleep of the thread that uses a FrameSocket. Other threads can end it.
+
+    Any thread may call `wake`, even after the sleeper has ended. Therefore the descriptor is closed
+    only when nothing refers to this object any more.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        """Return the eventfd that `wake` writes to."""
+        return self._fd
+
+    def wake(self) -> None:
+        """End the current or the next `sleep`. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Forget the calls of `wake` until now."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def watch(self, descriptor: int) -> None:
+        """Make `sleep` return at once while this descriptor is readable."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def sleep(self, frames: FrameSocket[Any], timeout_s: float) -> None:
+        """Sleep until the socket can be used, `wake` is called, or the timeout expires."""
+        events = select.POLLIN | (select.POLLOUT if frames.wants_write else 0)
+        self._poll.register(frames, events)
+        ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
+        if any(fd == self._fd for fd, _ in ready):
+            self.clear()
 
 
 class FrameConnection(asyncio.Protocol, Generic[T]):

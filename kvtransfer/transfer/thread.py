@@ -6,15 +6,13 @@ consumer, of which this module knows nothing.
 """
 
 import logging
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from common.process.ipc import FrameSocket, PeerGone
-from common.process.wakeup import WakeUp
+from common.process.ipc import FrameSocket, PeerGone, WakeUp
 from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     PairClosed,
@@ -202,6 +200,7 @@ class TransferThread(Generic[Command]):
         stall_s: float = HEARTBEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
+        self._frames = frames
         self._wake_up = WakeUp()
         self._transfer: Transfer[Command] = Transfer(
             frames,
@@ -228,7 +227,7 @@ class TransferThread(Generic[Command]):
         try:
             self._transfer.open()
             while not self._stopped:
-                self._sleep()
+                self._wake_up.sleep(self._frames, self._transfer.due_in_s())
                 self._transfer.turn()
         except PeerGone:
             pass  # the engine thread's own socket reports the same
@@ -237,11 +236,3 @@ class TransferThread(Generic[Command]):
             self._transfer.fail(fault)
         finally:
             self._transfer.close()
-
-    def _sleep(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake_up, select.POLLIN)
-        events = select.POLLIN | (select.POLLOUT if self._transfer.wants_write else 0)
-        poll.register(self._transfer, events)
-        poll.poll(self._transfer.due_in_s() * 1000.0)
-        self._wake_up.clear()

@@ -212,7 +212,7 @@ class WeightCommands:
             # That node pairs only with nodes of the same version, so this node announces it until
             # the read ends. Meanwhile it computes nothing and has no KV.
             self._pair_as(command.weights, role)
-            yield from awaited(self._sharing.reads.read(command.weights, command.address))
+            yield from self._sharing.reads.read(command.weights, command.address)
         yield from awaited(self._weights.put(command.weights))
 
     def _end(self, role: ControlledRole) -> None:

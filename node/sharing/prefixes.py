@@ -166,8 +166,14 @@ class SharedExporter(Protocol):
     def closed(self, event: ClosedEvent) -> None: ...
 
 
+class WeightReader(SharedReader, Protocol):
+    def poll(self) -> None: ...
+
+
 class WeightExporter(SharedExporter, Protocol):
     def opened(self, event: OpenedEvent, source: Weights) -> None: ...
+
+    def poll(self) -> None: ...
 
 
 class SharedWeights(Protocol):
@@ -179,12 +185,10 @@ class SharedWeights(Protocol):
     def exports(self) -> WeightExporter: ...
 
     @property
-    def reads(self) -> SharedReader: ...
+    def reads(self) -> WeightReader: ...
 
     @property
     def busy(self) -> bool: ...
-
-    def poll(self) -> None: ...
 
 
 class PrefixSharing:
@@ -246,8 +250,11 @@ class PrefixSharing:
         """
         if self._tiers is not None:
             self._tiers.poll()
-        if self._weights is not None and self._weights.busy:
-            self._weights.poll()
+        if self._weights is not None:
+            if self._weights.exports.pages_in_use:
+                self._weights.exports.poll()
+            if self._weights.reads.pages_in_use:
+                self._weights.reads.poll()
 
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""

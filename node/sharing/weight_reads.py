@@ -9,9 +9,9 @@ all pieces have arrived and are correct.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -198,12 +198,14 @@ class _Taking:
     pieces: WeightPieces
     began: float
     moved_at: float
-    future: Future[WeightsId] = field(default_factory=Future)
-    preparing: Future[WeightsId] | None = None
+    error: ServingError | None = None  # why the pieces cannot be read
+    fetched: bool = False  # all pieces are in `file`, which belongs to WeightUpdater now
 
 
 class WeightReads:
     """The reads of another node's weights. Engine thread only.
+
+    `read` requests windows. `poll` finishes them, also after `read` has failed.
 
     Attributes:
         pages_in_use: pages of windows, held until no bytes land in them and no copy reads them.
@@ -242,22 +244,32 @@ class WeightReads:
     def busy(self) -> bool:
         return bool(self._taking or self._reads)
 
-    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. `WeightUpdater.put` may follow. If the Future
-        fails with a ServingError, nothing has changed.
+    def read(self, weights: WeightsId, address: str) -> Iterator[None]:
+        """Read the weights of the node at `address`, one step in each turn of the engine loop.
+        `WeightUpdater.put` may follow.
+
+        Raises:
+            ServingError: they cannot be read. Nothing has changed.
         """
-        future: Future[WeightsId] = Future()
         if self.busy:
-            future.set_exception(Overloaded("weights are being read already"))
-            return future
+            raise Overloaded("weights are being read already")
         now, pieces = time.monotonic(), WeightPieces(self._window_pages)
+        taking = _Taking(weights, address, self._weights.receive(), pieces, now, now)
+        self._taking, outcome = taking, "failed"
         try:
-            taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
-        except ServingError as error:
-            future.set_exception(error)
-        else:
-            self._taking = taking
-        return future
+            yield from self._fetch(taking)
+            taking.fetched = True
+            preparing = self._weights.prepare_received(taking.file, address)
+            while not preparing.done():
+                yield None
+            if preparing.result() != weights:
+                reason = f"{address}: the content differs from the expected hash"
+                raise FailedPrecondition(reason)
+            outcome = "completed"
+        finally:
+            self._taking = None
+            self._gauges[f"total_weight_reads/{outcome}"] += 1
+            self._gauges["total_weight_read_seconds"] += time.monotonic() - taking.began
 
     def held(self, event: CompletedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
@@ -266,10 +278,7 @@ class WeightReads:
             return
         if not event.num_tokens:
             read.over = True
-            self._end(
-                taking,
-                FailedPrecondition(f"{taking.address}: it sent incomplete weights"),
-            )
+            taking.error = FailedPrecondition(f"{taking.address}: it sent incomplete weights")
             return
         first, past = read.window.first, read.window.first + event.num_tokens
         if past < read.window.past:
@@ -288,13 +297,13 @@ class WeightReads:
         if event.retryable:
             taking.pieces.lost(read.window, time.monotonic() + AGAIN_S)
         else:
-            self._end(taking, FailedPrecondition(f"{taking.address}: {event.reason}"))
+            taking.error = FailedPrecondition(f"{taking.address}: {event.reason}")
 
     def reads_ended(self, event: ReadsEndedEvent) -> None:
         self._reads[event.id].lands = False
 
     def poll(self) -> None:
-        """Copy, complete, request and abandon windows as due."""
+        """Finish windows that are copied or lost. Called in each turn while pages are in use."""
         for handoff_id, read in list(self._reads.items()):
             if read.copying is not None and read.copying.done() and not read.over:
                 read.over = True
@@ -303,12 +312,10 @@ class WeightReads:
             if read.over and not read.lands:
                 self._pages.drop(self.pages_in_use.pop(handoff_id), PageHolder.READ)
                 del self._reads[handoff_id]
-        if self._taking is not None:
-            self._continue(self._taking)
 
     def close(self) -> None:
         self._copies.close()
-        if self._taking is not None and self._taking.preparing is None:
+        if self._taking is not None and not self._taking.fetched:
             self._taking.file.close()
 
     def _copied(self, taking: _Taking, copying: "Future[int | None]") -> None:
@@ -318,34 +325,39 @@ class WeightReads:
             if num_bytes is not None:
                 taking.pieces.ends_at(num_bytes)
         elif isinstance(error, ServingError):
-            self._end(taking, error)
+            taking.error = error
         else:
             raise error
 
-    def _continue(self, taking: _Taking) -> None:
+    def _fetch(self, taking: _Taking) -> Iterator[None]:
+        """Request windows until all pieces have arrived."""
+        try:
+            while not self._has_arrived(taking):
+                if taking.address in self._shared.producers:
+                    self._ask(taking, self._shared.producers[taking.address])
+                yield None
+        except ServingError as error:
+            self._abandon(taking, error)
+            raise
+
+    def _has_arrived(self, taking: _Taking) -> bool:
+        """Return whether all pieces have arrived. Raise ServingError if they cannot be read."""
+        if taking.error is not None:
+            raise taking.error
         now = time.monotonic()
-        if taking.preparing is not None:
-            if taking.preparing.done():
-                self._prepared(taking, taking.preparing)
-        elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
+        if now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
             paired = taking.address in self._shared.producers
             reason = "it sends no weights" if paired else "it does not pair with this node"
-            self._end(
-                taking,
-                FailedPrecondition(f"{taking.address}: {reason}: see the logs of both nodes"),
-            )
-        elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
-            self._prepare(taking)
-        elif taking.address in self._shared.producers:
-            self._ask(taking, self._shared.producers[taking.address], now)
+            raise FailedPrecondition(f"{taking.address}: {reason}: see the logs of both nodes")
+        return taking.pieces.all_asked and all(read.over for read in self._reads.values())
 
-    def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
+    def _ask(self, taking: _Taking, producer: ProducerUp) -> None:
         """Request windows up to the limit. The windows after the header wait for it to arrive."""
         pieces = taking.pieces
         # If another producer at this address has smaller pages, it refuses pieces that do not fit.
         pieces.piece_bytes = pieces.piece_bytes or producer.piece_bytes
         most = WINDOWS if pieces.num_bytes is not None else 1
-        while len(self._reads) < most and (window := pieces.next(now)) is not None:
+        while len(self._reads) < most and (window := pieces.next(time.monotonic())) is not None:
             num_pages = window.past - window.first
             source = Weights(window.first, num_pages, pieces.piece_bytes)
             opened = self._shared.open(producer, source, taking.weights, WINDOW_S, num_pages)
@@ -355,37 +367,10 @@ class WeightReads:
             handoff_id, pages = opened
             self._reads[handoff_id], self.pages_in_use[handoff_id] = _Read(window), pages
 
-    def _prepare(self, taking: _Taking) -> None:
-        try:
-            taking.preparing = self._weights.prepare_received(taking.file, taking.address)
-        except ServingError as error:
-            self._fail(taking, error)
-
-    def _prepared(self, taking: _Taking, preparing: Future[WeightsId]) -> None:
-        error = preparing.exception()
-        if error is not None:
-            self._fail(taking, error)
-        elif preparing.result() != taking.weights:
-            reason = f"{taking.address}: the content differs from the expected hash"
-            self._fail(taking, FailedPrecondition(reason))
-        else:
-            self._over(taking, "completed")
-            taking.future.set_result(taking.weights)
-
-    def _end(self, taking: _Taking, error: ServingError) -> None:
-        """Abandon the windows in progress, and fail the read."""
+    def _abandon(self, taking: _Taking, error: ServingError) -> None:
+        """Cancel the windows that have not arrived, and close the file."""
         for handoff_id, read in self._reads.items():
             if not read.over and read.copying is None:
                 read.over = True
                 self._port.post(CancelHandoff(handoff_id, str(error)))
         self._copies.drop(taking.file)
-        self._fail(taking, error)
-
-    def _fail(self, taking: _Taking, error: BaseException) -> None:
-        self._over(taking, "failed")
-        taking.future.set_exception(error)
-
-    def _over(self, taking: _Taking, outcome: str) -> None:
-        self._taking = None
-        self._gauges[f"total_weight_reads/{outcome}"] += 1
-        self._gauges["total_weight_read_seconds"] += time.monotonic() - taking.began

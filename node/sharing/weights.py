@@ -110,7 +110,9 @@ class WeightExports:
             self._gauges["total_weight_bytes/sent"] += num_bytes
 
     def poll(self) -> None:
-        """Publish filled pages, and release pages that have been read."""
+        """Publish filled pages, and release pages that have been read. Called in each turn while
+        pages are in use.
+        """
         for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
             if export.closed:
                 self._pages.drop(self.pages_in_use.pop(serial), PageHolder.PUBLICATION)
@@ -192,11 +194,6 @@ class WeightSharing:
     @property
     def busy(self) -> bool:
         return bool(self.exports.pages_in_use or self.reads.busy)
-
-    def poll(self) -> None:
-        """Make progress on both ends. Called in each turn of the engine loop while `busy`."""
-        self.exports.poll()
-        self.reads.poll()
 
     def close(self) -> None:
         """Stop both ends. Nothing new is started."""

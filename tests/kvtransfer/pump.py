@@ -8,8 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from common.process.ipc import FrameSocket, PeerGone, socket_pair
-from common.process.wakeup import WakeUp
+from common.process.ipc import FrameSocket, PeerGone, WakeUp, socket_pair
 from kvtransfer.frontend_messages import (
     EndStream,
     EngineHeartbeat,

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
-from common.process.ipc import socket_pair
-from common.process.wakeup import WakeUp
+from common.process.ipc import WakeUp, socket_pair
 from common.request import InputEmbeddings, PrefixHint, Remaining, RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
