@@ -105,7 +105,7 @@ class PrefixLocations:
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
             return placement.prefix_hints
         wanted = request.token_ids, request.namespace
-        match = None if self._tiers is None else self._tiers.way(*wanted)
+        match = None if self._tiers is None else self._tiers.match(*wanted)
         num_tokens = (
             self._cache.match(*wanted).num_tokens if match is None else len(match.token_ids)
         )

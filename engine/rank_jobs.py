@@ -111,8 +111,8 @@ class CopierOfRanks:
     def save(self, copies: PageCopies) -> PageCopy:
         return self._joined(self._own.save(copies), copies, to_host=True)
 
-    def bring(self, copies: PageCopies) -> PageCopy:
-        return self._joined(self._own.bring(copies), copies, to_host=False)
+    def load(self, copies: PageCopies) -> PageCopy:
+        return self._joined(self._own.load(copies), copies, to_host=False)
 
     def close(self) -> None:
         self._own.close()
@@ -335,7 +335,7 @@ class FollowerJobs:
         device, host = (
             np.frombuffer(each, np.int32) for each in (job.device_pages, job.host_pages)
         )
-        copy = self._copier.save if job.to_host else self._copier.bring
+        copy = self._copier.save if job.to_host else self._copier.load
         copy(PageCopies(device, host)).future.result()
         return b""
 

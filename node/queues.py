@@ -382,7 +382,7 @@ class TierLoadQueue(WaitingRequests):
 
     def needed_by(self, request: Request) -> bool:
         """Return whether enough of its prefix is in an offload tier to load it."""
-        match = self._tiers.way(request.reusable_tokens, request.namespace)
+        match = self._tiers.match(request.reusable_tokens, request.namespace)
         if match is not None:
             self._matches[request.key] = match
         return match is not None

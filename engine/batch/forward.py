@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
-from engine.batch.holding import NO_PAGE
+from engine.batch.holding import NO_PAGE, ONE
 from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
@@ -232,10 +232,9 @@ class BatchBuilder:
         self._images = RowImages(table, axial_images)
         table.add_listener(self._acquire_images)
         self._windows = table.tables.windows
-        # Arrays, because numpy would convert a Python int in every call.
+        # Arrays, see ONE.
         self._page_size = np.array(table.page_size, np.int64)
         self._page_size_32 = np.array(table.page_size, np.int32)
-        self._one_32 = np.array(1, np.int32)
         # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._places_32 = self._places.astype(np.int32)
@@ -282,7 +281,7 @@ class BatchBuilder:
             query_starts, sampled = ragged.query_starts, ragged.sampled
             positions = starts.take(ragged.rows)
             positions += ragged.numbers
-            newest = starts if batch.mode is ForwardMode.VERIFY else ends - self._one_32
+            newest = starts if batch.mode is ForwardMode.VERIFY else ends - ONE
             token_ids, locations = self._tokens(
                 slots.take(ragged.rows), positions, slots, newest, ragged.newest
             )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
-from engine.batch.holding import NO_PAGE, PageHolding
+from engine.batch.holding import NO_PAGE, ONE, PageHolding
 from engine.batch.request import Request
 
 Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.intp
@@ -71,8 +71,7 @@ class SlotTable:
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
-        # Arrays, because numpy would convert a Python int in every call.
-        self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
+        self._page_size = np.array(page_size, np.int32)  # see ONE
         max_pages = -(-context_length // page_size)
         # Tokens of all slots, then unused ones, so that guesses can follow every token.
         flat = np.zeros(num_slots * context_length + 1 + 2 * max_drafts, np.int32)
@@ -200,7 +199,7 @@ class SlotTable:
         num_pages = self.num_pages[slots]
         for table, mine in enumerate(self.by_table):
             mine[slots, num_pages] = pages[table :: len(self.by_table)]
-        self.num_pages[slots] = num_pages + self._one
+        self.num_pages[slots] = num_pages + ONE
         self.capacity[slots] += self._page_size
 
     def free_behind(self, slot: int, num_tokens: int) -> Ints:

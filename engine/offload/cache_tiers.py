@@ -161,7 +161,7 @@ class CacheTiers:
         if self.files is not None:
             self.files.clear()
 
-    def way(self, token_ids: Ints, namespace: Namespace) -> TierMatch | None:
+    def match(self, token_ids: Ints, namespace: Namespace) -> TierMatch | None:
         """Return the loadable pages for these tokens, or None if a load is not worth it."""
         return self._matches.find(token_ids, namespace)
 
@@ -178,14 +178,14 @@ class CacheTiers:
         self, token_ids: Ints, namespace: Namespace, room: int, then: Callable[[], None]
     ) -> bool:
         """Start to load pages for these tokens, if that is worth it. See `load_match`."""
-        match = self.way(token_ids, namespace)
+        match = self.match(token_ids, namespace)
         return match is not None and self.load_match(match, room, then)
 
     def load_match(self, match: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Start a load, or wait for a load in progress that begins with the same page.
 
         Args:
-            match: a current result of `way`.
+            match: a current result of `match`.
             room: pages that may be allocated now.
             then: called by `poll` at the end of the load, if this returns True.
         """
@@ -198,7 +198,7 @@ class CacheTiers:
         return self._read(match, room, then) if match.filed else self._load_from_host(match, then)
 
     def _find(self, wanted: TierMatch) -> TierMatch | None:
-        return self.way(wanted.token_ids, wanted.namespace)
+        return self.match(wanted.token_ids, wanted.namespace)
 
     def _load_rest(self, match: TierMatch | None, room: int, then: Callable[[], None]) -> None:
         """Load the remaining pages of a request, after the end of the load for which it waited."""
@@ -227,7 +227,7 @@ class CacheTiers:
             self._pages.drop(prefix, PageHolder.COPY)
             return False
         self._coming[match.key] = [then]
-        copy, age = self._copier.bring(PageCopies(fresh, match.host)), self._age
+        copy, age = self._copier.load(PageCopies(fresh, match.host)), self._age
         held = np.concatenate((prefix, fresh))
         self._loads.add(copy, held, match.kept, lambda: self._take_in(match, fresh, age))
         return True

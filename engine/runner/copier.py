@@ -45,7 +45,7 @@ class Copier(Protocol):
 
     def save(self, copies: PageCopies) -> PageCopy: ...
 
-    def bring(self, copies: PageCopies) -> PageCopy: ...
+    def load(self, copies: PageCopies) -> PageCopy: ...
 
     def close(self) -> None: ...
 
@@ -62,13 +62,13 @@ class PageCopier:
         self.notify: Callable[[], None] = lambda: None
         copy_out, copy_in = _copies(pool, host_pool)
         self._out = _Direction("save-pages", copy_out)
-        self._in = _Direction("bring-pages", copy_in)
+        self._in = _Direction("load-pages", copy_in)
 
     def save(self, copies: PageCopies) -> PageCopy:
         """Copy device[i] -> host[i], after all earlier copies in this direction."""
         return self._out.submit(copies, lambda: self.notify())
 
-    def bring(self, copies: PageCopies) -> PageCopy:
+    def load(self, copies: PageCopies) -> PageCopy:
         """Copy host[i] -> device[i], after all earlier copies in this direction."""
         return self._in.submit(copies, lambda: self.notify())
 

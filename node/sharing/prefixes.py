@@ -274,8 +274,8 @@ class PrefixSharing:
         """Return the number of prompt tokens that offload tiers of this node have."""
         if self._tiers is None:
             return 0
-        way = self._tiers.way(request.token_ids[:-1], request.namespace)
-        return 0 if way is None else len(way.token_ids)
+        match = self._tiers.match(request.token_ids[:-1], request.namespace)
+        return 0 if match is None else len(match.token_ids)
 
     def fetch(
         self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float

@@ -129,7 +129,7 @@ class SimCopier:
     def save(self, copies: PageCopies) -> SimCopy:
         return self._out.submit(self._pool, copies.device_pages, self._host_pool, copies.host_pages)
 
-    def bring(self, copies: PageCopies) -> SimCopy:
+    def load(self, copies: PageCopies) -> SimCopy:
         return self._in.submit(self._host_pool, copies.host_pages, self._pool, copies.device_pages)
 
     def close(self) -> None:

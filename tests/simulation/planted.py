@@ -120,10 +120,10 @@ def cache_hit_misses_its_last_page() -> None:
 def tier_restores_pages_in_another_order() -> None:
     copier = module("simulation.device.runner")
 
-    def bring(original: Any, itself: Any, copies: Any) -> Any:
+    def load(original: Any, itself: Any, copies: Any) -> Any:
         return original(itself, type(copies)(copies.device_pages, copies.host_pages[::-1]))
 
-    wrap(copier.SimCopier, "bring", bring)
+    wrap(copier.SimCopier, "load", load)
 
 
 def prefix_hit_keeps_an_old_state() -> None:

@@ -86,7 +86,7 @@ def test_a_restored_prefix_with_nan_is_removed_from_the_tier():
     ask(rig, prompt)
     fill_the_pool(rig)
     told = Watcher(rig)
-    (key, *_) = rig.tiers.way(np.array(prompt, np.int32), SHARED).kept
+    (key, *_) = rig.tiers.match(np.array(prompt, np.int32), SHARED).kept
     rig.runner.host_kv[key.present()] = POISON
     faulty = rig.request(longer, 4)
     rig.come(faulty)

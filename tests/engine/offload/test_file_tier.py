@@ -50,7 +50,7 @@ def file_of(path: Path, name: str = "pages") -> Path:
 def forgotten(rig: Rig, prompt: list[int]) -> None:
     """Use so many other prompts that only files have this one."""
     FileTier(Path()).forget(rig, prompt)
-    match = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    match = rig.tiers.match(np.array(prompt, np.int32), SHARED)
     assert match is not None and len(match.filed) == len(prompt) // SIZE
 
 
@@ -149,7 +149,7 @@ def test_the_least_recently_used_prefixes_are_dropped_first(tmp_path):
     assert file_of(tmp_path).stat().st_size <= 30 * 4 * SIZE
     assert ask(rig, [*used, 5], 1).cached_tokens == 0
     rig = restarted(rig)
-    assert rig.tiers.way(np.array(drawn(4, 160), np.int32), SHARED) is not None
+    assert rig.tiers.match(np.array(drawn(4, 160), np.int32), SHARED) is not None
 
 
 def test_with_a_smaller_limit_as_much_as_fits_is_kept(tmp_path):

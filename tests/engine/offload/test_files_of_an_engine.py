@@ -59,7 +59,7 @@ def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
 def bring_four_pages(engine: Engine, tokens: Ints) -> int:
     """Load these tokens from files. Return the number of tokens on the device."""
     over: list[bool] = []
-    match = engine.tiers.way(tokens, b"")
+    match = engine.tiers.match(tokens, b"")
     assert match is not None and len(match.filed) == 4
     assert engine.tiers.load_match(match, 16, lambda: over.append(True))
     poll_until(engine, lambda: over)
@@ -108,7 +108,7 @@ def test_weights_that_differ_in_one_number_find_no_page(model: Path, tmp_path: P
     change_one_number(model)
     engine = engine_of(model, tmp_path / "files")
     assert {key for key in told if engine.fingerprint[key] != told[key]} == {"weights"}
-    assert kept(engine) == 0 and engine.tiers.way(TOKENS, b"") is None
+    assert kept(engine) == 0 and engine.tiers.match(TOKENS, b"") is None
     engine.close()
 
 

@@ -46,7 +46,7 @@ def ask(rig: Rig, prompt: list[int], max_tokens: int = 4, **options: object) -> 
 def load(rig: Rig, prompt: list[int]) -> None:
     """Load the part of a prompt that lower tiers have to the device."""
     done = list[bool]()
-    match = rig.tiers.way(np.array(prompt, np.int32), SHARED)
+    match = rig.tiers.match(np.array(prompt, np.int32), SHARED)
     assert match is not None and rig.tiers.load_match(
         match, len(match.host), lambda: done.append(True)
     )

@@ -420,7 +420,7 @@ def test_pages_of_every_rank_are_copied_to_host_memory_and_back(tmp_path: Path) 
         assert serving.answer(90) != expected  # it continues from the prefix cache
         told = threading.Event()
         copier.notify = told.set
-        copy = copier.bring(PageCopies(pages, pages))
+        copy = copier.load(PageCopies(pages, pages))
         assert told.wait(PATIENCE_S) and copy.done
         assert serving.answer(90) == expected
 
@@ -746,7 +746,7 @@ def test_host_memory_of_followers_is_kept_like_that_of_rank_0(tmp_path: Path) ->
         copier, expected = serving.engine.backend.copier, serving.answer(90)
         copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
         serving.engine.equip_followers()
-        copier.bring(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        copier.load(PageCopies(pages, pages)).future.result(PATIENCE_S)
         assert serving.answer(90) == expected  # it continues from the prefix cache
 
 

@@ -305,7 +305,7 @@ class FakeCopier:
     def save(self, copies: PageCopies) -> FakeCopy:
         return self._begin(copies, loads=False)
 
-    def bring(self, copies: PageCopies) -> FakeCopy:
+    def load(self, copies: PageCopies) -> FakeCopy:
         return self._begin(copies, loads=True)
 
     def move(self, copies: PageCopies, *, loads: bool) -> None:
