@@ -57,8 +57,8 @@ class FetchedPrefix(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A possible fetch."""
+class _FetchOption:
+    """A possible fetch from another node."""
 
     producer: ProducerUp
     num_tokens: int  # tokens from the start of the prompt
@@ -136,10 +136,10 @@ class PrefixFetches:
         wanted = token_ids[:-1]  # the last token is always computed, because its logits are needed
         own = self._cache.match(wanted, namespace).num_tokens
         now = self._clock()
-        way = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
-        if way is None:
+        option = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
+        if option is None:
             return False
-        return self._wait(key, way, wanted, namespace, own, room, now)
+        return self._wait(key, option, wanted, namespace, own, room, now)
 
     def copy(
         self,
@@ -167,8 +167,8 @@ class PrefixFetches:
         if end - own < LEAST_PAGES * self._tables.page_size:
             return False
         now = self._clock()
-        way = self._way(producer, own, end, 0.0, now)
-        return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
+        option = self._option(producer, own, end, 0.0, now)
+        return self._wait(key, option, token_ids, namespace, own, room, now, ticket)
 
     def take_over(self) -> list[int]:
         """Return the keys whose fetch has ended since the last call, successfully or not."""
@@ -192,11 +192,11 @@ class PrefixFetches:
         token_s: float,
         queued_s: float,
         now: float,
-    ) -> _Way | None:
+    ) -> _FetchOption | None:
         """Return the cheapest fetch, or None if computing is cheaper or no paired node has much
         more of the prompt.
         """
-        ways, much = [], False
+        options, much = [], False
         for hint in hints:
             end = min(hint.num_tokens, num_tokens) // self._tables.page_size
             end *= self._tables.page_size
@@ -205,30 +205,32 @@ class PrefixFetches:
             much = True
             producer = self._shared.producers.get(hint.address)
             if producer is not None:
-                ways.append(self._way(producer, own, end, token_s, now))
-        if not ways:
+                options.append(self._option(producer, own, end, token_s, now))
+        if not options:
             self.counts["prefix_fetches/unpaired"] += much
             return None
-        best = max(ways, key=lambda way: way.saved_s)
+        best = max(options, key=lambda option: option.saved_s)
         num_fresh = best.num_tokens - own
         if not self.costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
             self.counts["prefix_fetches/too_expensive"] += 1
             return None
         return best
 
-    def _way(self, producer: ProducerUp, own: int, end: int, token_s: float, now: float) -> _Way:
+    def _option(
+        self, producer: ProducerUp, own: int, end: int, token_s: float, now: float
+    ) -> _FetchOption:
         num_pages = num_pages_of(self._tables.handed_over(end, own))
         num_reads = sum(
             fetch.producer.instance == producer.instance for fetch in self.open.values()
         )
         num_bytes = num_pages * self._page_bytes
         read_s = self.costs.read_s(producer.instance, num_bytes, producer.gib_per_s, num_reads, now)
-        return _Way(producer, end, num_pages, read_s, (end - own) * token_s - read_s)
+        return _FetchOption(producer, end, num_pages, read_s, (end - own) * token_s - read_s)
 
     def _wait(
         self,
         key: int,
-        way: _Way,
+        option: _FetchOption,
         token_ids: Ints,
         namespace: Namespace,
         own: int,
@@ -237,10 +239,10 @@ class PrefixFetches:
         ticket: int = 0,
     ) -> bool:
         """Wait for a fetch of this prefix, in progress or new. Returns False if pages are short."""
-        tokens = token_ids[: way.num_tokens]
-        handoff_id = self._under_way(tokens, namespace)
+        tokens = token_ids[: option.num_tokens]
+        handoff_id = self._in_progress(tokens, namespace)
         if handoff_id is None:
-            handoff_id = self._open(way, tokens, namespace, own, room, now, ticket)
+            handoff_id = self._open(option, tokens, namespace, own, room, now, ticket)
         if handoff_id is None:
             self.counts["prefix_fetches/no_capacity"] += 1
             return False
@@ -250,7 +252,7 @@ class PrefixFetches:
         self._over.pop(key, None)  # of an earlier fetch
         return True
 
-    def _under_way(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
+    def _in_progress(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
         for handoff_id, fetch in self.open.items():
             if fetch.namespace == namespace and np.array_equal(fetch.token_ids, tokens):
                 return handoff_id
@@ -258,7 +260,7 @@ class PrefixFetches:
 
     def _open(
         self,
-        way: _Way,
+        option: _FetchOption,
         tokens: Ints,
         namespace: Namespace,
         own: int,
@@ -271,10 +273,10 @@ class PrefixFetches:
         if num_pages > room:
             return None
         opened = self._shared.open(
-            way.producer,
+            option.producer,
             Prefix(tokens.tobytes(), namespace, ticket),
             UNNAMED,  # the namespace includes the weight version
-            self._fetch_s + TIMES_EXPECTED * way.read_s,
+            self._fetch_s + TIMES_EXPECTED * option.read_s,
             num_pages,
             prefix_tokens=own,
         )
@@ -282,7 +284,7 @@ class PrefixFetches:
             return None
         handoff_id, fresh = opened
         self.pages_in_use[handoff_id] = fresh
-        self.open[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
+        self.open[handoff_id] = _Fetch(option.producer, tokens, namespace, own, fresh, now)
         return handoff_id
 
     def held(self, event: CompletedEvent) -> None:
