@@ -499,7 +499,8 @@ def _leading(
 
     def start(block_bytes: int) -> StartSteps:
         pages = shape.num_pages, shape.num_host_pages
-        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, num_tokens, block_bytes)
+        of_steps = sizes.num_slots, sizes.max_pages, sizes.max_drafts
+        return StartSteps(*pages, *of_steps, num_tokens, block_bytes)
 
     ring = followers.start(start, num_bytes)
     followers.watch(end_process)

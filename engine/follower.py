@@ -126,7 +126,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
         return
     _record_experts(config, model, share, message.num_tokens)
     pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
-    sizes = ForwardSizes(message.num_slots, message.max_pages)
+    sizes = ForwardSizes(message.num_slots, message.max_pages, message.max_drafts)
     stream = FollowerStream(open_stream(model.device), partial(_fail_at, steps))
     # Rank 0 decides whether there are graphs, because another role may need them.
     has_graphs = model.device.type == "cuda" and share.stage is None

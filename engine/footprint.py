@@ -146,8 +146,8 @@ def footprint_of(
         before = _in_use(device)  # a capture also returns memory that the forward left
         runner.capture(shape)
         taken.append(max(0, _in_use(device) - before))
-    # A shape with drafts has further graphs, which are together smaller than that of the layers.
-    graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
+    # A shape with drafts may have four further graphs, with fewer launches.
+    graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + 2 * shape.late for shape in shapes)
     graphs += DRIVER_BYTES_PER_CHOICE * len(choosing)
     for shape in shapes:
         if shape in measured:

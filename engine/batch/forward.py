@@ -146,17 +146,19 @@ class ForwardBatch(_Rows[Tensor], frozen=True, eq=False):
         )
 
     def states_after(self, counts: Tensor) -> StateRows:
-        """Return the states of the rows with drafts, to be written after verification.
+        """Return the states of the rows before the decode rows, to be written after verification.
+        Rows without drafts have written theirs before, and write nothing.
 
         Args:
             counts: int32 [num_rows]: number of the row's tokens after which its state is written.
+                Any number for rows without drafts.
         """
         rows = self.num_rows - self.num_decodes
         return StateRows(
             self.query_starts[: rows + 1],
             self.state_reads[:rows],
             torch.full_like(self.state_writes[:rows], NO_PAGE),
-            counts[:rows],
+            torch.where((self.state_kept[:rows] >= 0).any(1), counts[:rows], 0),
             self.state_kept[:rows],
             0,
         )

@@ -27,7 +27,8 @@ class GraphShape(NamedTuple):
 
     Attributes:
         tokens, rows: numbers of the step, including padding.
-        late: whether state updates follow the verification of drafts, see LateStates.
+        late: whether the step has drafts, if the model has a drafter on the device or recurrent
+            states. Work before or after the layers is then captured, too.
         adapted: whether tokens may have adapters.
     """
 
@@ -93,7 +94,7 @@ def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShap
     Args:
         max_rows: maximum rows of a decode step. A step that verifies drafts has at most as many
             tokens.
-        late: whether the model has states to update after verification.
+        late: whether steps with drafts have shapes of their own.
         adapted: whether requests may have adapters.
     """
     shapes = [GraphShape(rows, rows) for rows in ladder(max_rows, _FINE)]

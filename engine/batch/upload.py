@@ -133,7 +133,6 @@ class PaddedBlock:
         padding = memoryview(packed.tobytes())
         self._paddings = [padding[start:end] for start, end in pairwise(starts)]
         self._num_bytes = len(packed)
-        self.num_columns = len(columns)
 
     def upload(
         self, columns: Sequence[HostColumn], others: Sequence[HostColumn], into: InputBlock

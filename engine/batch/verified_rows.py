@@ -21,7 +21,7 @@ class VerifiedDrafts:
     """The tokens of a VERIFY step after verification.
 
     Attributes:
-        columns: int32 [num_rows, 2 + most tokens of a row], see `verify_drafts`.
+        columns: int32 [num_rows, 2 + most tokens of a row, or more], see `verify_drafts`.
     """
 
     columns: Tensor

@@ -58,6 +58,7 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     num_host_pages: int
     num_slots: int
     max_pages: int
+    max_drafts: int
     num_tokens: int
     block_bytes: int
 

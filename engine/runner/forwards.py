@@ -75,7 +75,7 @@ class ForwardSizes:
 
     Attributes:
         max_pages: pages of one row, in all page tables together.
-        max_drafts: drafts of one row.
+        max_drafts: drafts of one row. 0: steps have none.
         sampling_bytes: bytes of the packed tensors of its sampling work.
     """
 
@@ -117,13 +117,15 @@ class _Forward:
 
     Attributes:
         sent: tensors of the sampling work, on the device.
-        late: pending state updates, if rows have drafts.
+        late: pending state updates, if rows have drafts and there is no graph.
+        graph: shape of the graph that has computed it.
     """
 
     step: SettledDrafts
     states: HiddenStates
     sent: Sequence[Tensor]
     late: LateStates | None = None
+    graph: GraphShape | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -399,7 +401,8 @@ class Forwards:
             hidden_size=self._model.spec.hidden_size,
             max_drafts=sizes.max_drafts,
             state_pages=tables.state_pages,
-            late=tables.state_pages > 0 or self._model.drafter is not None,
+            late=sizes.max_drafts > 0
+            and (tables.state_pages > 0 or self._model.drafter is not None),
             beside_bytes=sizes.sampling_bytes,
         )
         pool, future, drafter, of_drafts = self._pool, self._future, self._model.drafter, None
@@ -471,7 +474,7 @@ class Forwards:
         batch = prepared.step.batch
         if prepared.graph is not None:
             assert self._graphs is not None
-            return self._ran(prepared, *self._graphs.replay(prepared.graph, len(batch.sampled)))
+            return self._ran(prepared, self._graphs.replay(prepared.graph, len(batch.sampled)))
         has_drafts = prepared.step.verified is not None
         late = LateStates(guessed=prepared.guessed) if has_drafts else None
         return self._ran(prepared, self._eager(batch, prepared.adapted, late), late)
@@ -480,7 +483,7 @@ class Forwards:
         settled, heads = prepared.step, prepared.heads
         sampled, early = settled.batch.sampled, settled.early
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
-        return _Forward(settled, states, prepared.sent, late)
+        return _Forward(settled, states, prepared.sent, late, prepared.graph)
 
     def _guessed(
         self, settled: SettledDrafts, step: Step, rows: HostBatch, draw: Draw
@@ -537,6 +540,9 @@ class Forwards:
         verified = rows.verify(batch, sampled, future.tokens, future.rejected)
         output.verified = _to_host(verified.columns)
         late = forward.late
+        if forward.graph is not None:
+            assert self._graphs is not None
+            self._graphs.update(forward.graph, verified.counts)
         if late is not None and late.has_layers:
             num_drafted = len(batch.token_ids) - batch.num_decodes
             late.write(batch.states_after(verified.counts), num_drafted)

@@ -2,7 +2,7 @@
 
 A graph contains the layers of the model and its last norm. The head and sampling have graphs of
 their own (ChoiceGraphs), for requests without features that change logits or report more than
-tokens. Graphs of layers therefore need no memory for logits.
+tokens. Graphs of layers therefore need no memory for logits, except those that draw drafts.
 
 All graphs read their inputs from one block of memory. Parameters of sampling come first, then the
 tensors whose sizes follow from the shape. Each of these tensors therefore has the same address in
@@ -11,8 +11,8 @@ rest.
 
 Steps with drafts, and steps after them, run by graphs alone, too: the first graph moves rows that
 begin early, the graphs of a drafter draw drafts (DraftGraphs), and the graph that chooses tokens
-then verifies them. State updates after verification are the last graph. All these graphs do nothing
-for rows that do not begin early or have no drafts.
+then verifies them. State updates after verification are the last graph. This work changes nothing
+in rows that do not begin early or have no drafts.
 """
 
 import logging
@@ -61,7 +61,7 @@ from kernels.sampling.early_rows import EarlyRows, RowInputs
 
 log = logging.getLogger(__name__)
 
-_DRAFT_BYTES = 512  # columns of one token in SpeculativeStep
+_DRAFT_BYTES = 512  # columns of a row in SpeculativeStep, at most
 
 _Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a shape
 
@@ -79,9 +79,12 @@ class Recorder(Protocol):
     """Records the launches of a function as a graph. Runs the function once before the capture, so
     that nothing is compiled during the capture."""
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Graph, Tensor]:
         """Return the graph and the result of `work`. Every replay overwrites the result.
 
+        Args:
+            apart: the graph shares no memory with those recorded without `apart`. It may then be
+                replayed between two of them, of which the second one reads a result of the first.
         Raises:
             Uncapturable: an operation of `work` cannot be part of a graph.
             RuntimeError: the capture failed.
@@ -90,20 +93,21 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share one memory pool, because they are replayed one after the
-    other."""
+    """Records CUDA graphs. They share two memory pools: graphs recorded with `apart`, and others.
+    A graph may overwrite what an earlier captured one of its pool has left, or a later captured one
+    will leave."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools = [torch.cuda.graph_pool_handle() for _ in range(2)]
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+    def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Graph, Tensor]:
         work()
         check_capturable(work, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device during the capture.
         with torch.cuda.graph(
             graph,
-            pool=self._pool,
+            pool=self._pools[apart],
             stream=torch.cuda.current_stream(),
             capture_error_mode="thread_local",
         ):
@@ -120,9 +124,9 @@ class GraphSizes:
         num_tables: page tables of every row.
         max_pages: pages of one row, in all tables together.
         hidden_size: numbers per hidden state.
-        max_drafts: drafts of one row. 0: no step has drafts.
+        max_drafts: drafts of one row. 0: graphs move no rows and verify no drafts.
         state_pages: pages of one row for recurrent states, in addition.
-        late: whether the model has states to update after verification.
+        late: whether steps with drafts have shapes of their own, see GraphShape.
         beside_bytes: bytes for sampling tensors that are uploaded together with a step's inputs.
     """
 
@@ -150,7 +154,7 @@ class GraphModel:
 
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """The inputs of a graph, and the state updates that its forward defers.
+    """The inputs of a graph.
 
     Attributes:
         batch, adapted: a step of this shape and its adapters, on the device.
@@ -158,7 +162,6 @@ class _Inputs:
         fixed: tensors of `batch` whose sizes follow from the shape.
         padding: padding of the choice of tokens, of `fixed`, of early rows and of adapters, in host
             memory.
-        late: the pending state updates of the latest replay.
     """
 
     shape: GraphShape
@@ -167,7 +170,6 @@ class _Inputs:
     early: EarlyRows
     fixed: Sequence[Tensor]
     padding: PaddedBlock
-    late: LateStates | None = None
     # Where padding rows end, by the numbers of rows and tokens that a step of this shape may have.
     _padding_ends: dict[tuple[int, int], Ints] = field(default_factory=dict)
 
@@ -200,7 +202,8 @@ class _Recorded:
             per row.
         drafts: graphs of the drafter over the same inputs, which also move early rows. None: the
             device draws no drafts in steps of this shape.
-        update: the state updates after verification. None: there are none, or not by graphs.
+        update: the state updates after verification, which read results of `graph`. None: there are
+            none.
     """
 
     inputs: _Inputs
@@ -304,70 +307,73 @@ class StepGraphs:
         try:
             self._choice.capture(num_rows)
         except Uncapturable as error:
-            self._choice.give_up()
-            log.warning("sampling runs without CUDA graphs %s", kv(operations=error))
+            self._give_up_choice(error)
+
+    def _give_up_choice(self, error: Uncapturable) -> None:
+        self._choice.give_up()
+        log.warning("sampling runs without CUDA graphs %s", kv(operations=error))
 
     def _recorded(self, shape: GraphShape, *, choice: bool) -> _Recorded:
-        inputs, model, sizes = self._inputs(shape), self._model, self._sizes
-        batch, drafter, late = inputs.batch, self._drafter, shape.late
-        drafts = update = None
-
-        def move() -> None:
-            if sizes.max_drafts:
-                model.move(inputs.early, row_inputs(batch), self._choice.parameters.positions)
+        inputs, model, drafter = self._inputs(shape), self._model, self._drafter
+        batch, drafts, update = inputs.batch, None, None
+        late: LateStates | None = None
+        if shape.late and drafter is not None:
+            drafts = self._recorded_drafts(drafter, inputs, choice=choice)
 
         def work() -> Tensor:
+            nonlocal late
             if drafts is None:
-                move()
-            inputs.late = LateStates() if late else None
-            hidden = model.forward(batch, inputs.adapted, inputs.late)
+                self._move(inputs)
+            late = LateStates() if shape.late else None
+            hidden = model.forward(batch, inputs.adapted, late)
             return self._hidden[: len(hidden)].copy_(hidden)
 
-        if late and drafter is not None:
-            drafter.allocate(batch, max_tokens(sizes.max_rows))
-            drafts = self._recorded_drafts(drafter, batch, move, choice=choice)
         graph, hidden = self._recorder(work)
-        if late and choice and sizes.max_drafts:
-            update, _ = self._recorder(lambda: self._updated(inputs))
+        # The updates keep results of the layers in memory until they are captured.
+        if late is not None and late.has_updates:
+            update, _ = self._recorder(lambda: self._update(batch, late))
         return _Recorded(inputs, graph, hidden, drafts, update)
 
-    def _recorded_drafts(
-        self,
-        drafter: GraphDrafter,
-        batch: ForwardBatch,
-        move: Callable[[], None],
-        *,
-        choice: bool,
-    ) -> DraftGraphs:
-        """Capture the graphs of the drafter for a shape, see DraftGraphs.
+    def _move(self, inputs: _Inputs) -> None:
+        """Move early rows. The positions of their samples follow."""
+        if self._sizes.max_drafts:
+            positions = self._choice.parameters.positions
+            self._model.move(inputs.early, row_inputs(inputs.batch), positions)
 
-        Args:
-            move: moves early rows.
-        """
-        num_rows, parameters, draw = self._choice.num_rows, self._choice.parameters, None
+    def _recorded_drafts(
+        self, drafter: GraphDrafter, inputs: _Inputs, *, choice: bool
+    ) -> DraftGraphs:
+        """Capture the graphs of the drafter for a shape. The first one also moves early rows."""
+        batch, num_rows, parameters = inputs.batch, self._choice.num_rows, self._choice.parameters
+        drafter.allocate(batch, max_tokens(self._sizes.max_rows))
 
         def begin() -> Tensor:
-            move()
+            self._move(inputs)
             return drafter.begin(batch, num_rows)
 
         first, _ = self._recorder(begin)
         advance, _ = self._recorder(lambda: drafter.advance(batch, num_rows))
-        if choice:
-            draw, _ = self._recorder(lambda: drafter.draw(batch, num_rows, parameters))
+        draw = None
+        if choice and self._choice.possible:
+            try:
+                draw, _ = self._recorder(lambda: drafter.draw(batch, num_rows, parameters))
+            except Uncapturable as error:
+                self._give_up_choice(error)
         return DraftGraphs(first, advance, draw)
 
-    def _updated(self, inputs: _Inputs) -> Tensor:
+    def _update(self, batch: ForwardBatch, late: LateStates | None) -> Tensor:
         """Update the states of a shape's rows, after the verification of drafts. Return the number
         of new tokens of each row."""
-        batch, late, choice = inputs.batch, inputs.late, self._choice
         assert late is not None
-        counts = choice.verified(batch.num_rows)[:, 0].contiguous()
-        late.write(batch.states_after(counts), len(batch.token_ids))
-        rows = torch.arange(batch.num_rows, device=counts.device)
+        num_rows, num_tokens = batch.num_rows, len(batch.token_ids)
+        counts = self._choice.verified(num_rows)[:, 0].contiguous()
+        if late.has_layers:
+            late.write(batch.states_after(counts), num_tokens)
+        rows = torch.arange(num_rows, device=counts.device)
         places = batch.query_starts[:-1] + counts - 1
         # The last token belongs to padding, for which nothing is stored.
-        padding = len(batch.token_ids) - 1
-        late.continue_from(torch.where(rows < choice.num_rows, places, padding).long())
+        places = torch.where(rows < self._choice.num_rows, places, num_tokens - 1)
+        late.continue_from(places.long())
         return counts
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
@@ -525,13 +531,23 @@ class StepGraphs:
         """Return VerifiedDrafts.columns after `run`, valid until the next step."""
         return self._choice.verified(num_rows)
 
-    def replay(self, shape: GraphShape, num_tokens: int) -> tuple[Tensor, LateStates | None]:
+    def replay(self, shape: GraphShape, num_tokens: int) -> Tensor:
         """Replay the layers for the step of the latest `upload`. Return the hidden states of the
-        first tokens in `sampled`, and the pending state updates. Both are valid until the next
-        `replay`."""
+        first tokens in `sampled`, valid until the next `replay`."""
         recorded = self._graphs[shape]
         recorded.graph.replay()
-        return recorded.hidden[:num_tokens], recorded.inputs.late
+        return recorded.hidden[:num_tokens]
+
+    def update(self, shape: GraphShape, counts: Tensor) -> None:
+        """Update states after `replay` and the verification of drafts.
+
+        Args:
+            counts: int32 [num_rows], number of new tokens of each row.
+        """
+        update = self._graphs[shape].update
+        if update is not None:
+            self._choice.verified(len(counts))[:, 0].copy_(counts)
+            update.replay()
 
 
 def _kind(shape: GraphShape) -> _Kind:

@@ -31,7 +31,7 @@ class SpeculativeStep(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         early: `most` and `guesses` of EarlyRows. Empty: no row may begin early.
         most: maximum number of tokens of a row that are verified. 0: no row has drafts.
-        num_guessed: maximum number of drafts of a row, if the device draws them.
+        num_guessed: maximum number of drafts of a row, if the device draws some of them.
     """
 
     early: Sequence[HostColumn] = ()

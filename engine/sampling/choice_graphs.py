@@ -38,9 +38,18 @@ class Graph(Protocol):
         ...
 
 
+class Record(Protocol):
+    """See Recorder."""
+
+    def __call__(
+        self, work: Callable[[], Tensor], *, apart: bool = False
+    ) -> tuple[Graph, Tensor]: ...
+
+
 def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:
     """Return the inputs of greedy rows in host memory: their slots, SamplingColumns, where the
-    tokens of rows with drafts start, and the number of rows that begin early or have drafts.
+    rows of a step with drafts start, and the number of rows, or 0 if none begins early or has
+    drafts.
 
     Args:
         no_slot: number of a slot that no request uses.
@@ -80,7 +89,8 @@ class ChoiceGraphs:
     Attributes:
         slots: the slots of the newest step's rows, then padding: int64 [most rows].
         parameters: sampling parameters of the newest step, then padding, [most rows].
-        num_rows: number of rows of the newest step, if rows begin early or have drafts: int32 [1].
+        num_rows: int32 [1], rows of the newest step. 0 if no row begins early or has drafts.
+        possible: whether graphs can contain this work.
 
     Args:
         record: see Recorder.
@@ -93,7 +103,7 @@ class ChoiceGraphs:
     def __init__(
         self,
         choose: Choose,
-        record: Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]],
+        record: Record,
         hidden: Tensor,
         inputs: Sequence[Tensor],
         verification: Verification | None = None,
@@ -106,11 +116,11 @@ class ChoiceGraphs:
         self._verification = verification
         self._graphs: dict[int, tuple[Graph, Tensor]] = {}
         self._captured: list[int] = []  # ascending
-        self._possible = True
+        self.possible = True
 
     def capture(self, num_rows: int) -> None:
         """Capture the graph for a number of rows. It needs memory for their logits."""
-        if not self._possible:
+        if not self.possible:
             return
         hidden, slots = self._hidden[:num_rows], self.slots[:num_rows]
         columns = (getattr(self.parameters, each.name)[:num_rows] for each in _PARAMETERS)
@@ -123,12 +133,12 @@ class ChoiceGraphs:
                 last.verify(rows, tokens, last.verified[:num_rows])
             return tokens
 
-        self._graphs[num_rows] = self._record(work)
+        self._graphs[num_rows] = self._record(work, apart=True)
         insort(self._captured, num_rows)
 
     def give_up(self) -> None:
         """Remove all graphs, and capture no more."""
-        self._possible = False
+        self.possible = False
         self._graphs.clear()
         self._captured.clear()
 

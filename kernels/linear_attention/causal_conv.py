@@ -212,15 +212,15 @@ def _causal_conv_kernel(
     if first_token > 0:
         return
     tap = tl.arange(0, BLOCK_BEFORE)[:, None]
-    mark = tl.load(marks_ptr + row)
+    mark, keep = tl.load(marks_ptr + row), tl.load(kept_ptr + place).to(tl.int64)
     inner = own & (tap < WIDTH - 1)
     last = end - start - (WIDTH - 1) + tap
     after = _input(x_ptr, x_stride, before_ptr, last, inner, inner & known, WIDTH)
-    marked = own & (tap < tl.where(mark > 0, WIDTH - 1, 0))
+    marked = own & (tap < tl.where((mark > 0) & (keep >= 0), WIDTH - 1, 0))
     on_way = mark - (WIDTH - 1) + tap
     between = _input(x_ptr, x_stride, before_ptr, on_way, marked, marked & known, WIDTH)
     tl.debug_barrier()
-    write, keep = tl.load(writes_ptr + place).to(tl.int64), tl.load(kept_ptr + place).to(tl.int64)
+    write = tl.load(writes_ptr + place).to(tl.int64)
     inner &= tap < tl.where(write < 0, 0, WIDTH)
     tl.store(cells_ptr + write * page_stride + tap, after, mask=inner)
     tl.store(cells_ptr + keep * page_stride + tap, between, mask=marked)

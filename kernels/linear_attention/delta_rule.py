@@ -180,16 +180,15 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
     k_size, v_size = cells.view.shape[2:]
     out = torch.empty(num_tokens, cells.heads, v_size, dtype=x.dtype, device=x.device)
     if num_tokens:
-        block = min(BLOCK_V, triton.next_power_of_2(v_size))
-        blocks = triton.cdiv(v_size, block)
-        kernel: Any = _delta_rule_kernel[(rows.num_rows, cells.heads, blocks)]
         on_120 = device.architecture() == 120  # where Triton 3.7 would spill registers
-        registers = 128 if on_120 else None
-        options: dict[str, Any] = {"BLOCK": block, "num_warps": 4, "maxnreg": registers}
+        block = min(BLOCK_V, triton.next_power_of_2(v_size))
+        kernel: Any = _delta_rule_kernel[(rows.num_rows, cells.heads, triton.cdiv(v_size, block))]
+        options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if on_120 else None}
         if x.dtype != torch.float32 and rows.has_long_rows(num_tokens):
+            block = 16 if on_120 else max(16, block)
+            blocks = triton.cdiv(v_size, block)
             kernel = delta_chunks.delta_chunks_kernel[(blocks, cells.heads, rows.num_rows)]
             options = {
-                "BLOCK": 16 if on_120 else max(16, block),
                 "CHUNK": delta_chunks.CHUNK,
                 "UPCAST": device.INTERPRETED,
                 "num_warps": delta_chunks.num_warps(device.architecture()),
@@ -203,7 +202,7 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
             rows.reads.shape[1], cells.first_page, cells.first, k_size**-0.5, _EPS,
             STEP=cells.step, PER_PAGE=cells.view.shape[1],
             KEY_HEADS=key_heads, GROUP=cells.heads // key_heads, K=k_size, V=v_size,
-            BLOCK_K=max(16, triton.next_power_of_2(k_size)),
+            BLOCK=block, BLOCK_K=max(16, triton.next_power_of_2(k_size)),
             enable_fp_fusion=True, **options,
         )  # fmt: skip
     return out

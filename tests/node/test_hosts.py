@@ -222,7 +222,7 @@ async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[
         assert (await received(rig.ranks[number], RankLoaded)).free_bytes == number
     memory = ring_memory(BLOCK_BYTES)
     ring = StepRing(memory, BLOCK_BYTES)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, BLOCK_BYTES)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, BLOCK_BYTES)), [memory])
     os.close(memory)
     rings = []
     for end in ranks:
@@ -252,7 +252,7 @@ async def test_messages_of_rank_0_follow_the_start_of_every_host(make: Callable[
     rig = await make(hosts=3).started()
     job = encoder.encode(RankJob(1, CopyPages(True, b"1234", b"5678")))
     memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
     os.close(memory)
     await rig.first.send(job)
     for call in [await rig.call(), await rig.call()]:
@@ -268,7 +268,7 @@ async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
     (end,) = await rig.join().ranks(1)
     await received(end, StartRank)
     memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
     os.close(memory)
     jobs = [encoder.encode(RankJob(n, CopyPages(True, bytes(32_000), b""))) for n in range(200)]
 
@@ -297,7 +297,7 @@ async def test_hosts_know_whether_rank_0_has_failed(
     (end,) = await host.ranks(1)
     await received(end, StartRank)
     memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
     os.close(memory)
     _, files = await within(end.receive())
     for file in files:

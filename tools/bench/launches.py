@@ -12,10 +12,10 @@ alone. Only steps without a graph pay them.
 
 The second table has the time of whole steps, whose graphs replay in no time: the host builds the
 inputs, packs them, copies them in one piece, and copies the tokens back. The rows of "verify" steps
-have drafts. Those of "early" steps also begin earlier if the step before rejected drafts. An
-MTP layer draws its drafts on the device, and recurrent layers update states after verification. The
-scheduler and the reading of results are not included. Nor are the calls of the real driver: two
-graph launches, two copies, two events, and pinned memory for the tokens.
+have drafts. Those of "early" steps also begin earlier if the step before rejected drafts. An MTP
+layer draws its drafts on the device, and recurrent layers update states after verification. The
+scheduler and the reading of results are not included. Nor are the calls of the real driver: graph
+launches, two copies, two events, and pinned memory for the tokens.
 
 The figures are minima, because other processes only add to them.
 """
@@ -136,7 +136,7 @@ def no_launches() -> Iterator[None]:
             driver.set_active(None)
 
 
-def silent(work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+def silent(work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Any, Tensor]:
     """Return a graph whose replay takes no time."""
     return SimpleNamespace(replay=lambda: None), work()
 

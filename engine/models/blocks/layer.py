@@ -30,8 +30,6 @@ from kernels.linear_attention.state_cells import CellView, StateRows
 class LateStates:
     """The deferred state updates of one step. Forward stream only.
 
-    A captured graph has its own updates. They read the results of its newest replay.
-
     Attributes:
         guessed: whether the device has drawn the drafts of the step, so that a draft model has
             their KV.
@@ -43,7 +41,8 @@ class LateStates:
         self._drafters: list[Callable[[Tensor], object]] = []
 
     def add(self, write: Callable[[StateRows, int], object]) -> None:
-        """Add a layer's state update for the step's first tokens, which belong to rows with drafts.
+        """Add a layer's state update for the step's first tokens, which include all rows with
+        drafts.
 
         Args:
             write: updates the states as specified by its StateRows argument. Its second argument is
@@ -69,6 +68,10 @@ class LateStates:
     def has_drafters(self) -> bool:
         """Return whether `continue_from` has any effect."""
         return bool(self._drafters)
+
+    @property
+    def has_updates(self) -> bool:
+        return self.has_layers or self.has_drafters
 
     def write(self, rows: StateRows, num_tokens: int) -> None:
         """Run the state updates of all layers once, after verification.

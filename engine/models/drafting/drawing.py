@@ -81,8 +81,8 @@ def has_draft(batch: ForwardBatch, number: Tensor, num_rows: Tensor) -> Tensor:
 def sample_places(
     batch: ForwardBatch, rows: Tensor, num_rows: Tensor | int, number: Tensor | int
 ) -> Tensor:
-    """Return the places among the step's samples of those after token `number` of rows in which a
-    draft follows that token, int64.
+    """Return where the sample after token `number` of each row is among the step's samples, int64
+    [n]. Only valid for rows with a draft after that token.
 
     Args:
         rows: int64 [n], numbers of the rows.

@@ -122,6 +122,20 @@ def test_a_row_continues_from_its_own_state_unless_it_starts_or_has_another_one(
     assert later.state_kept.tolist() == [[-1, -1]] * 4
 
 
+def test_states_after_verification_are_those_of_rows_with_drafts() -> None:
+    """Graphs pass all rows: with drafts, without, and padding, whose counts are old."""
+    table = SlotTable(3, 64, PAGE_SIZE, state_pages=2)
+    table.state[:] = [[70, 71], [80, 81], [90, 91]]
+    batch = replace(make_batch([0, 1, 2], [5, 6, 7], [8, 8, 8]), mode=ForwardMode.VERIFY)
+    made = BatchBuilder(table).build(batch)
+    kept = np.concatenate((made.state_kept, [[-1, -1]])).astype(np.int32)
+    padded = replace(made, lengths=np.zeros(4, np.int32), state_kept=kept, num_decodes=0)
+    after = padded.to(CPU)[0].states_after(torch.tensor([2, 1, 1, 5], dtype=torch.int32))
+    assert after.marks.tolist() == [2, 1, 0, 0]
+    assert after.kept.tolist() == [[70, 71], [80, 81], [-1, -1], [-1, -1]]
+    assert (after.writes == -1).all()
+
+
 def test_a_long_row_among_short_ones_costs_only_its_own_pages() -> None:
     table = table_of(257, 131_072)
     made = build(table, [1000] * 256 + [131_000], [1] * 257)

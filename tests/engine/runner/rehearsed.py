@@ -47,7 +47,7 @@ class Silent:
         pass
 
 
-def record(work: Callable[[], Tensor]) -> tuple[Silent, Tensor]:
+def record(work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Silent, Tensor]:
     return Silent(), work()
 
 

@@ -135,7 +135,9 @@ class StreamOrder(TorchDispatchMode):
         finally:
             self.current = before
 
-    def record(self, work: Callable[[], Tensor]) -> tuple["FakeGraph", Tensor]:
+    def record(
+        self, work: Callable[[], Tensor], *, apart: bool = False
+    ) -> tuple["FakeGraph", Tensor]:
         """A Recorder of graphs."""
         work()
         self._captured = captured = []

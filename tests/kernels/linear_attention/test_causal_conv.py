@@ -107,6 +107,16 @@ def test_a_state_moves_back_to_the_last_accepted_token(implementation, mark):
     assert torch.equal(together[:mark], torch.cat(one_by_one))
 
 
+def test_a_row_without_pages_to_keep_changes_no_other_memory(implementation):
+    """Page -1 would be before the pool."""
+    weight = torch.randn(KEY_HEADS, CHANNELS, 4, device=DEVICE)
+    whole, _ = cells_of(KEY_HEADS, (CHANNELS, 3))
+    cells = whole._replace(view=whole.view[1:])
+    rows = rows_of([2, 1], [NONE, 1], [NONE, NONE], marks=[2, 1], kept=[0, NONE])
+    causal_conv(inputs(3), by_head(), weight, cells, rows)
+    assert whole.view[:1].isnan().all()  # as before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_outputs_and_states_have_the_same_bits_wherever_a_row_is_cut(
     operators, monkeypatch, dtype

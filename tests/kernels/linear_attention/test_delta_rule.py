@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels import device
 from kernels.linear_attention.delta_chunks import CHUNK
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from tests.kernels.conftest import DEVICE, check_refused
@@ -180,10 +181,13 @@ def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance)
         pytest.param(150, 100, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("group, v", [(GROUP, V), (1, 37)])
-def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(by_kernels, longest, mark, group, v):
+@pytest.mark.parametrize("group, v, architecture", [(GROUP, V, 90), (1, 37, 90), (1, 37, 120)])
+def test_a_prompt_in_chunks_equals_its_tokens_one_by_one(
+    by_kernels, longest, mark, group, v, architecture, monkeypatch
+):
     """With a short row and a decode row in the batch. float16 is rounded in products like
     bfloat16."""
+    monkeypatch.setattr(device, "architecture", lambda: architecture)
     counts, reads, writes = [longest, 3, 1], [1, NONE, 2], [1, 4, NONE]
     kept = [3, NONE, NONE]
     rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=kept)

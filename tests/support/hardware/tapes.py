@@ -50,9 +50,11 @@ class RepeatRecorder:
         self.replays: list[tuple[int, str]] = []
         self.choices: list[tuple[int, str]] = []
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Repeated, Tensor]:
+    def __call__(
+        self, work: Callable[[], Tensor], *, apart: bool = False
+    ) -> tuple[Repeated, Tensor]:
         output = work().clone()
-        return Repeated(work, output, self.choices if _chooses(output) else self.replays), output
+        return Repeated(work, output, self.choices if apart else self.replays), output
 
 
 class Tape(TorchDispatchMode):
@@ -116,7 +118,7 @@ class TapeRecorder:
         self.choices: list[Tape] = []
         self._local = threading.local()
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
+    def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Tape, Tensor]:
         tape = Tape()
         self._local.tape = tape
         try:
@@ -124,7 +126,7 @@ class TapeRecorder:
                 output = work()
         finally:
             self._local.tape = None
-        (self.choices if _chooses(output) else self.tapes).append(tape)
+        (self.choices if apart else self.tapes).append(tape)
         return tape, output
 
     @contextmanager
@@ -145,11 +147,6 @@ class TapeRecorder:
             mock.patch.object(InterpretedFunction, "run", noted),
         ):
             yield
-
-
-def _chooses(output: Tensor) -> bool:
-    """Return whether the output is tokens. Hidden states have two dimensions."""
-    return output.ndim == 1
 
 
 def _tensors(values: Any) -> list[Tensor]:
