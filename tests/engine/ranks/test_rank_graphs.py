@@ -186,7 +186,10 @@ def test_ranks_measure_the_memory_of_steps_together(
         model.compute_in_one_way()  # as on a GPU, where no latents are expanded
         shape = resolve_shape(config, model.spec, dtype=torch.float32, free=GIB, share=share)
         bank = bank_of(config.lora, model, free=0)
-        return measure_footprint(model, shape, bank, max_running=4, max_drafts=0, graphs=True)
+        max_drafts = config.speculative.max_drafts
+        return measure_footprint(
+            model, shape, bank, max_running=4, max_drafts=max_drafts, graphs=True
+        )
 
     one, other = run_ranks(2, measure)
     assert one.graphs == other.graphs > 0

@@ -116,11 +116,12 @@ def test_the_largest_choice_of_tokens_is_measured_with_its_logits(monkeypatch):
     class Ragged(FakeRunner):
         def __init__(self):
             super().__init__(gpu, of_token=MIB)
-            sizes = (64, 3), (64, 2), (32, 32), (16, 16)
+            sizes = (64, 3, True), (64, 2), (32, 32), (16, 16)
             self._shapes = tuple(GraphShape(*size) for size in sizes)
             self._bytes_of = dict(zip(self._shapes, (100 * MIB, MIB, 77 * MIB, MIB), strict=True))
 
-    graphs = (100 + 1 + 77 + 2) * MIB + 4 * DRIVER_BYTES_PER_GRAPH + 2 * DRIVER_BYTES_PER_CHOICE
+    # The first shape has graphs for drafts, too.
+    graphs = (100 + 1 + 77 + 2) * MIB + 6 * DRIVER_BYTES_PER_GRAPH + 2 * DRIVER_BYTES_PER_CHOICE
     assert footprint_of(Ragged, 2304, CUDA).graphs == graphs
 
 

@@ -119,7 +119,7 @@ class TapeRecorder:
         self._local = threading.local()
 
     def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Tape, Tensor]:
-        tape = Tape()
+        tape = self.new_tape(apart=apart)
         self._local.tape = tape
         try:
             with tape:
@@ -128,6 +128,9 @@ class TapeRecorder:
             self._local.tape = None
         (self.choices if apart else self.tapes).append(tape)
         return tape, output
+
+    def new_tape(self, *, apart: bool) -> Tape:
+        return Tape()
 
     @contextmanager
     def interpreting(self) -> Iterator[None]:
