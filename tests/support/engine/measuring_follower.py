@@ -23,6 +23,7 @@ def measured(
     bank: AdapterBank,
     *,
     max_running: int,
+    max_drafts: int,
     graphs: bool,
     stage: Stage | None,
 ) -> MemoryFootprint:
