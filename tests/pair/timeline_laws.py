@@ -78,7 +78,11 @@ def _check_running(timeline: Timeline, last: float, num_tokens: int) -> None:
     begun = [row.start for row in of(timeline, Phase.RUNNING, Phase.LOCAL_PREFILL)]
     for away in of(timeline, Phase.RETRACTED):
         assert begun and min(begun) <= away.start
-    if num_tokens > 1:  # all except the first one are from steps of the running batch
+    # Each prefill gives one token, also one after a lost hand-off. All others are from steps of the
+    # running batch.
+    prefills = (Phase.PREFILL, Phase.LOCAL_PREFILL)
+    num_prefills = sum(row.phase in prefills for row in timeline.intervals)
+    if num_tokens > max(num_prefills, 1):
         assert running and running[0].start < running[0].end
     if running:
         assert running[0].end == last
