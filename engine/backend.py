@@ -11,9 +11,9 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.offload.page_files import FileThreads, PageFiles
 from engine.runner.copier import Copier, PageCopier
-from engine.runner.graphs import Recorder
 from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import DeviceStream, open_stream
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import SamplingFeatures
 from engine.sizing import EngineShape
 from kernels.cuda.virtual_memory import VirtualMemory

@@ -22,9 +22,10 @@ from engine.models import Model, ModelSpec
 from engine.models.blocks.layer import LateStates
 from engine.models.drafting import DraftSteps, EagerDrafts, drawn, sample_places
 from engine.runner.draft_graphs import GraphDrafter
-from engine.runner.graphs import GraphModel, GraphSizes, Recorder, StepGraphs
+from engine.runner.graphs import GraphModel, GraphSizes, StepGraphs
 from engine.runner.step import SettledDrafts, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HeadInputs, HiddenStates
 from kernels.sampling.early_rows import move_early_rows

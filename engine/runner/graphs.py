@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from engine.sampling.choice_graphs import (
     ChoiceGraphs,
     Choose,
     Graph,
+    Recorder,
     Verification,
     Verify,
     choice_padding,
@@ -73,23 +74,6 @@ Move: TypeAlias = Callable[[EarlyRows, RowInputs, Tensor], None]
 
 _GREEDY = (ONLY_PADDING,) * NUM_PARAMETERS
 _NO_EARLY = (ONLY_PADDING,) * 2
-
-
-class Recorder(Protocol):
-    """Records the launches of a function as a graph. Runs the function once before the capture, so
-    that nothing is compiled during the capture."""
-
-    def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Graph, Tensor]:
-        """Return the graph and the result of `work`. Every replay overwrites the result.
-
-        Args:
-            apart: the graph shares no memory with those recorded without `apart`. It may then be
-                replayed between two of them, of which the second one reads a result of the first.
-        Raises:
-            Uncapturable: an operation of `work` cannot be part of a graph.
-            RuntimeError: the capture failed.
-        """
-        ...
 
 
 class CudaRecorder:

@@ -38,11 +38,11 @@ from engine.ranks.messages import (
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
-from engine.runner.graphs import Recorder
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
 from engine.runner.staged import StagedForwards, launch_without_head
 from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HiddenStates
 

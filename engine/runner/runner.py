@@ -29,11 +29,11 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.models.spec import ModelSpec
 from engine.runner.forwards import BeginLayers, Forwards, ForwardSizes, GroupedForward
-from engine.runner.graphs import Recorder
 from engine.runner.ranked import LeadingForwards
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 from engine.runner.step import NOTHING, SpeculativeStep, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
 from engine.sampling.heads import HeadInputs
 from engine.sampling.pooling import of_rows

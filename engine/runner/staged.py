@@ -25,9 +25,9 @@ from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
 from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
-from engine.runner.graphs import Recorder
 from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import SampledTokens, SamplingInputs
 from engine.sampling.heads import HeadInputs, HiddenStates
 

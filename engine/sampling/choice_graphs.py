@@ -38,12 +38,21 @@ class Graph(Protocol):
         ...
 
 
-class Record(Protocol):
-    """See Recorder."""
+class Recorder(Protocol):
+    """Records the launches of a function as a graph. Runs the function once before the capture, so
+    that nothing is compiled during the capture."""
 
-    def __call__(
-        self, work: Callable[[], Tensor], *, apart: bool = False
-    ) -> tuple[Graph, Tensor]: ...
+    def __call__(self, work: Callable[[], Tensor], *, apart: bool = False) -> tuple[Graph, Tensor]:
+        """Return the graph and the result of `work`. Every replay overwrites the result.
+
+        Args:
+            apart: the graph shares no memory with those recorded without `apart`. It may then be
+                replayed between two of them, of which the second one reads a result of the first.
+        Raises:
+            Uncapturable: an operation of `work` cannot be part of a graph.
+            RuntimeError: the capture failed.
+        """
+        ...
 
 
 def choice_padding(num_rows: int, no_slot: int) -> list[HostColumn]:
@@ -93,7 +102,6 @@ class ChoiceGraphs:
         possible: whether graphs can contain this work.
 
     Args:
-        record: see Recorder.
         hidden: hidden states of the newest forward, [most rows or more, hidden].
         inputs: `choice_padding` for the maximum number of rows, on the device. A step replaces the
             first entries.
@@ -103,7 +111,7 @@ class ChoiceGraphs:
     def __init__(
         self,
         choose: Choose,
-        record: Record,
+        record: Recorder,
         hidden: Tensor,
         inputs: Sequence[Tensor],
         verification: Verification | None = None,

@@ -32,9 +32,9 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import Model
 from engine.ranks import WHOLE, Share
-from engine.runner.graphs import Recorder
 from engine.runner.runner import LaunchedStep
 from engine.runner.stream import made_on
+from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape, part_of
 from tests.support.models.checkpoints import VOCABULARY_SIZE
