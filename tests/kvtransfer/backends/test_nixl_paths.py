@@ -50,7 +50,7 @@ def connect(producer: FarProducer, description: bytes, backend: NixlBackend) -> 
 # transports of the environment.
 def test_a_path_for_which_ucx_uses_sockets_is_rejected(ends):
     producer = ends.far_producer("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
-    reason = r"no one-sided path: sockets: reads do not use this path: they reach only [01]\.\d\d "
+    reason = r"no one-sided path: sockets: reads do not use this path: they reach only \d+\.\d\d"
     with pytest.raises(TransferError, match=reason):
         connect(producer, producer.admit(), NixlBackend((SOCKETS,)))
 

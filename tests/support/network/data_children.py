@@ -44,15 +44,22 @@ CANARY = 0xA5
 CUDA = "cuda:0"
 _NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
+
+
+class ProvedSockets(SameHost):
+    path = "sockets"
+
+
 # UCX has only sockets, whatever the proof says, so reads over them need the producer's progress.
+# Sockets of a fast machine reach more than the 2 GiB/s of real paths, and none reaches this limit.
 SOCKETS = PathKind(
     "sockets",
     "cpu",
     NixlTransports("tcp,self,cuda_copy", errors="peer", polled=True),
     HostEvidence,
-    SameHost,
+    ProvedSockets,
     4 << 20,
-    2.0,
+    min_gib_per_s=1e6,
 )
 # A stand-in for RDMA: read keys end with the producer's agent, which is polled.
 KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
