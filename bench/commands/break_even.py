@@ -11,8 +11,6 @@ from bench.commands.command import (
     add_common_options,
     check_context,
     numbers,
-    positive,
-    share,
 )
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
@@ -27,6 +25,7 @@ from bench.session import Session
 from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.workload import Lengths, Workload
+from cli.client import positive, ranged
 from common.settings import add_options
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -35,15 +34,22 @@ MIN_PROBES, MAX_RATE = 8, 20.0
 _UNLOADED_PROBES = 3
 
 
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1:
+        raise InvalidInput(f"{text} is invalid: expected a number between 0 and 1")
+    return number
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_pair_flags(parser)
     lengths = f"prompt lengths of probes ({','.join(map(str, LENGTHS))}, up to the context length)"
-    count = positive(int)
+    count = ranged(int, 1)
     add_options(
         parser,
         ("--prompt-tokens", numbers(int, MOST), None, "N,N,...", lengths),
-        ("--duration", positive(float), 8.0, "S", f"seconds of {MIN_PROBES} or more probes (8)"),
-        ("--load", share, 0.25, "SHARE", "share of the nodes' time for prefill of probes (0.25)"),
+        ("--duration", positive, 8.0, "S", f"seconds of {MIN_PROBES} or more probes (8)"),
+        ("--load", _share, 0.25, "SHARE", "share of the nodes' time for prefill of probes (0.25)"),
         ("--streams", count, 8, "N", "other streams that generate meanwhile (8)"),
         ("--stream-prompt-tokens", count, 32, "N", "prompt length of other streams (32)"),
         ("--stream-output-tokens", count, 64, "N", "response length of other streams (64)"),

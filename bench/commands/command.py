@@ -20,6 +20,7 @@ from bench.facts import machine
 from bench.report.page import ReportPage, write
 from bench.session import ProgressView, Session
 from bench.summary import Objectives
+from cli.client import positive, ranged
 from common.settings import add_options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -46,33 +47,6 @@ class BenchCommand(Protocol):
     def findings(self, session: Session) -> Findings:
         """Return the findings of a session, which may have ended early."""
         ...
-
-
-def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
-    """Return a parser of numbers above 0."""
-
-    def read(text: str) -> int | float:
-        number = kind(text)
-        if not number > 0:
-            raise InvalidInput(f"{text} is invalid: expected a number above 0")
-        return number
-
-    read.__name__ = kind.__name__  # argparse puts it into its message
-    return read
-
-
-def share(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1:
-        raise InvalidInput(f"{text} is invalid: expected a number between 0 and 1")
-    return number
-
-
-def not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise InvalidInput(f"{text} is invalid: expected 0 or more")
-    return number
 
 
 def numbers(kind: type[int] | type[float], below: float = 1e6) -> Callable[[str], Any]:
@@ -122,8 +96,8 @@ def add_common_options(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_options(
         parser,
-        ("--seed", not_negative, 1, "SEED", "random seed of prompts and arrivals (1)"),
-        ("--timeout", positive(float), 300.0, "S", "seconds for a whole response (300)"),
+        ("--seed", ranged(int, 0), 1, "SEED", "random seed of prompts and arrivals (1)"),
+        ("--timeout", positive, 300.0, "S", "seconds for a whole response (300)"),
     )
 
 

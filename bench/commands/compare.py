@@ -7,7 +7,6 @@ from bench.commands.command import (
     add_common_options,
     check_context,
     numbers,
-    positive,
 )
 from bench.commands.compare_report import findings
 from bench.commands.pair import (
@@ -22,6 +21,7 @@ from bench.session import Session
 from bench.summary import Objectives, latencies
 from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.workload import HELP, Lengths, Workload
+from cli.client import positive, ranged
 from common.settings import add_options
 
 SHARES = (0.3, 0.6, 0.9)  # of the colocated system's closed-loop throughput
@@ -38,13 +38,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         ("--rate", numbers(float), None, "R,R,...", _RATES),
-        ("--duration", positive(float), 20.0, "S", "seconds of a run (20)"),
+        ("--duration", positive, 20.0, "S", "seconds of a run (20)"),
     )
     add_options(
         parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
         ("--prompt-tokens", lengths, lengths(PROMPTS), "LENGTH", f"prompt lengths ({PROMPTS})"),
         ("--output-tokens", lengths, lengths(OUTPUT), "LENGTH", f"output lengths ({OUTPUT})"),
-        ("--long-tokens", positive(int), 1024, "N", "shortest prompt that counts as long (1024)"),
+        ("--long-tokens", ranged(int, 1), 1024, "N", "shortest prompt that counts as long (1024)"),
     )
     add_common_options(parser, "compare")
 

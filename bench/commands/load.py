@@ -12,9 +12,7 @@ from bench.commands.command import (
     Findings,
     add_common_options,
     check_context,
-    not_negative,
     numbers,
-    positive,
 )
 from bench.commands.load_report import findings
 from bench.errors import InvalidInput
@@ -23,6 +21,7 @@ from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.openai_client import SENDS, OpenAiClient, base_url
 from bench.traffic.workload import HELP, Lengths, Workload, WorkloadRequest, WorkloadTrace
+from cli.client import positive, ranged
 from common.settings import add_options
 
 DEFAULT_REQUESTS = 100
@@ -56,17 +55,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("arrivals", "One of --concurrency and --rate, or --trace."),
         ("--concurrency", numbers(int), None, "N,N,...", "callers of a closed loop. One run each"),
         ("--rate", numbers(float), None, "R,R,...", "Poisson arrivals a second. One run each"),
-        ("--max-in-flight", positive(int), 1024, "N", "concurrent requests of --rate (1024)"),
-        ("--requests", positive(int), None, "N", f"requests of each run ({DEFAULT_REQUESTS})"),
-        ("--duration", positive(float), None, "S", "seconds of each run, instead of --requests"),
-        ("--warm-up", not_negative, 8, "N", "requests before the first run (8)"),
+        ("--max-in-flight", ranged(int, 1), 1024, "N", "concurrent requests of --rate (1024)"),
+        ("--requests", ranged(int, 1), None, "N", f"requests of each run ({DEFAULT_REQUESTS})"),
+        ("--duration", positive, None, "S", "seconds of each run, instead of --requests"),
+        ("--warm-up", ranged(int, 0), 8, "N", "requests before the first run (8)"),
     )
     add_options(
         parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
         ("--prompt-tokens", Lengths.parse, None, "LENGTH", "prompt lengths (512)"),
         ("--output-tokens", Lengths.parse, None, "LENGTH", "output lengths (64)"),
-        ("--prefix-groups", not_negative, 0, "N", "groups of prompts with a common prefix (0)"),
-        ("--prefix-tokens", not_negative, 0, "N", "tokens of the common prefix (0)"),
+        ("--prefix-groups", ranged(int, 0), 0, "N", "groups of prompts with a common prefix (0)"),
+        ("--prefix-tokens", ranged(int, 0), 0, "N", "tokens of the common prefix (0)"),
         ("--trace", Path, None, "FILE", _TRACE),
     )
     add_common_options(parser, "load")

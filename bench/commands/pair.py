@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.commands.command import add_model_flag, positive
+from bench.commands.command import add_model_flag
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
 from bench.systems import ComparedSystem, Machine, abba
 from bench.traffic.openai_client import OpenAiClient
 from bench.traffic.workload import Workload
+from cli.client import positive, ranged
 from cli.local import plan
 from common import settings
 from common.config import DecodeConfig, PrefillConfig
@@ -44,7 +45,7 @@ Block = Callable[[SystemsReady, list[int]], Awaitable[None]]
 def add_pair_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flag(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    count = positive(int)
+    count = ranged(int, 1)
     add_options(
         parser,
         ("--prefill", count, 1, "P", "prefill nodes of the disaggregated system (1)"),
@@ -52,7 +53,7 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
         ("--repeats", count, 4, "N", "repeats, systems in turns: A B B A ... (4)"),
         ("--colocated-flags", str, "", "'FLAGS'", "flags for nodes of the colocated system"),
         ("--disaggregated-flags", str, "", "'FLAGS'", "flags for decode nodes of the other system"),
-        ("--start-timeout", positive(float), 900.0, "S", "seconds to start a system (900)"),
+        ("--start-timeout", positive, 900.0, "S", "seconds to start a system (900)"),
     )
     parser.epilog = (
         "Other flags are passed to every node, such as --engine.cache.page-size 32. "

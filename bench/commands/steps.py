@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.commands.command import EXIT_USAGE, add_model_flag, numbers, output_file, positive
+from bench.commands.command import EXIT_USAGE, add_model_flag, numbers, output_file
 from bench.facts import cpu_name, gpu_names
 from bench.session import ProgressView
+from cli.client import ranged
 from common import settings
 from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
@@ -37,8 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--rows", numbers(int, _MAX), _ROWS, "N,N,...", "rows of decode steps (1,2,4,...,256)"),
         ("--contexts", numbers(int, _MAX), _CONTEXTS, "N,N,...", "their KV tokens (64,512,...)"),
         ("--prompts", numbers(int, _MAX), _PROMPTS, "N,N,...", "lengths of prompts (16,64,...)"),
-        ("--steps", positive(int), 20, "N", "decode steps of each kind. The median counts (20)"),
-        ("--repeats", positive(int), 3, "N", "repeats of each prompt. The median counts (3)"),
+        ("--steps", ranged(int, 1), 20, "N", "decode steps of each kind. The median counts (20)"),
+        ("--repeats", ranged(int, 1), 3, "N", "repeats of each prompt. The median counts (3)"),
         ("--out", output_file, Path(_OUT), "FILE", f"file of the step times ({_OUT})"),
     )
     parser.epilog = (
