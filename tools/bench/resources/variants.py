@@ -315,6 +315,13 @@ class _Model:
         logprobs(logits, _ints(n), NUM_TOP)
         sample(logits, None)
 
+    def counted(self, n: int) -> None:
+        """Count tokens of prompts, responses and drafts, which come from the host in 64 bits."""
+        counts = torch.empty(NUM_SLOTS, self.shape.vocabulary, dtype=torch.int32)
+        count_tokens(counts, _longs(n), _longs(n), prompt=True)
+        for times in (1, -1):
+            count_tokens(counts, _longs(n), _longs(n), prompt=False, times=times)
+
     def verified(self, n: int) -> None:
         """Verify as many drafts as other steps have rows, which needs no other code."""
         tokens, by_slot = _ints(n * (1 + n)), _ints(NUM_SLOTS)
@@ -403,6 +410,7 @@ def serving(arch: int) -> list[Variant]:
     chosen = DEPLOYED if arch == 90 else NOT_DEPLOYED
     early = _Model(LLAMA3_8B, _BF16, 16).early
     found: dict[str, Launcher] = {"llama3-8b bfloat16 page 16 early": early}
+    found[f"{QWEN3_06B.name} counted"] = _Model(QWEN3_06B, _BF16, 16).counted
     for shape, dtype, page_size in chosen.plain:
         _add_plain(found, _Model(shape, dtype, page_size))
     for shape, dtype in chosen.experts:
