@@ -20,7 +20,6 @@ launches, two copies, two events, and pinned memory for the tokens.
 The figures are minima, because other processes only add to them.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -261,35 +260,16 @@ def outside(root: Path, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="measured steps of each kind (300)")
-    steps = parser.parse_args().steps
-    rows: list[dict[str, Any]] = []
+    steps = record.parsed(
+        "launches", __doc__, ("--steps", 300, "measured steps of each kind")
+    ).steps
     with TemporaryDirectory() as name, no_launches(), torch.inference_mode():
         root = Path(name)
         layers = [row for each in ("qwen3", "qwen3_moe") for row in of_layers(root, each, steps)]
-        record.table(
-            layers,
-            {
-                "model": "{architecture}",
-                "step": "{step}",
-                "own launches a layer": "{launches:.1f}",
-                "us": "{us:.0f}",
-                "us by Triton alone": "{by_triton_us:.0f}",
-            },
-        )
+        record.show(layers)
         beside = [*outside(root, steps)]
-        record.table(
-            beside,
-            {
-                "model": "{model}",
-                "step": "{step}",
-                "us outside of graphs": "{us:.0f}",
-                "goal": "{goal_us}",
-            },
-        )
-        rows += layers + beside
-    record.emit("launches", {"steps": steps, "arch": ARCH}, rows)
+        record.show(beside)
+    record.emit("launches", {"steps": steps, "arch": ARCH}, [*layers, *beside])
 
 
 if __name__ == "__main__":
