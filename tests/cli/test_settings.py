@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from common.config import DecodeConfig, EncodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.config.renamed import RENAMED, renamed
 from common.settings import read
+from tests.support.refusals import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +24,9 @@ def _clean_environment(monkeypatch):
 
 def _complaint(capsys, record, *arguments):
     """Return the one line without the program's name."""
-    with pytest.raises(SystemExit) as ended:
-        read(record, "program", arguments)
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("program: ")
-    return lines[0].removeprefix("program: ")
+    line = refusal(capsys, lambda: read(record, "program", arguments))
+    assert line.startswith("program: ")
+    return line.removeprefix("program: ")
 
 
 def test_only_the_model_is_required():

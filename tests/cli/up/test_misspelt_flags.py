@@ -1,19 +1,14 @@
 """Errors of commands that start nodes, for a flag that neither the command nor the node has."""
 
+from functools import partial
+
 import pytest
 
 from bench import __main__ as bench
 from cli.up import options as up
+from tests.support.refusals import refusal
 
 COMPARE = ["compare", "--model=m"]
-
-
-def _complaint(capsys: pytest.CaptureFixture[str], parse, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        parse(arguments)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 @pytest.mark.parametrize(
@@ -36,7 +31,7 @@ def _complaint(capsys: pytest.CaptureFixture[str], parse, *arguments: str) -> st
 def test_the_most_similar_flag_is_suggested_whether_of_the_command_or_the_node(
     capsys, parse, arguments, program, meant
 ):
-    complaint = _complaint(capsys, parse, *arguments)
+    complaint = refusal(capsys, lambda: parse(arguments))
     assert complaint.startswith(f"{program}: ")
     assert f"did you mean {meant}?" in complaint
 
@@ -46,7 +41,7 @@ def test_an_old_flag_of_a_command_or_its_nodes_names_the_new_one(capsys):
         ("--exit-on-death", "--exit-on-failure"),
         ("--engine.tiers.host-bytes=3", "--engine.offload.cpu-bytes"),
     ):
-        said = _complaint(capsys, up.parse, old)
+        said = refusal(capsys, partial(up.parse, [old]))
         assert said == f"baton up: `{old.partition('=')[0]}` was renamed: use `{new}`"
 
 
@@ -54,7 +49,7 @@ def test_an_old_flag_of_a_command_or_its_nodes_names_the_new_one(capsys):
     "parse, arguments", [(up.parse, ["--seldom"]), (bench.parse, [*COMPARE, "--seldom"])]
 )
 def test_without_a_similar_flag_none_is_suggested(capsys, parse, arguments):
-    complaint = _complaint(capsys, parse, *arguments)
+    complaint = refusal(capsys, lambda: parse(arguments))
     assert "unrecognized arguments: --seldom (--help-all lists all options)" in complaint
 
 
@@ -65,5 +60,6 @@ def test_flags_of_nodes_are_passed_on():
 
 
 def test_a_word_that_is_no_flag_is_rejected_by_a_command_that_starts_no_node(capsys):
-    complaint = _complaint(capsys, bench.parse, "load", "--url=http://x", "8000")
+    arguments = ["load", "--url=http://x", "8000"]
+    complaint = refusal(capsys, lambda: bench.parse(arguments))
     assert "unrecognized arguments: 8000" in complaint
