@@ -9,10 +9,10 @@ The variables of the dashboard restrict every selector that does not name a name
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import yaml
 
 _DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -51,52 +51,95 @@ _SOURCES = {
     "hide": 0,
     "refresh": 1,
 }
-_STAT = {
+_STAT: dict[str, Any] = {
     "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
     "colorMode": "value",
     "graphMode": "area",
     "textMode": "auto",
 }
-_HEATMAP = {
+_HEATMAP: dict[str, Any] = {
     "calculate": False,
     "cellGap": 1,
     "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64},
 }
-_TIME_SERIES = {
+_TIME_SERIES: dict[str, Any] = {
     "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
     "tooltip": {"mode": "multi", "sort": "desc"},
 }
 
 
-def dashboard(name: str, short: Mapping[str, Any]) -> str:
+class ShortPanel(msgspec.Struct, forbid_unknown_fields=True):
+    """The short form of a panel.
+
+    Attributes:
+        queries: query by legend.
+        width: columns of the grid, which has 24.
+        stacked: the series are added up, and the areas below them are filled.
+        filled: the areas below the series are filled.
+        from_zero: the axis begins at 0.
+        units: other units of series, by regular expressions for their legends.
+        thresholds: value from which a color applies, by color. null: from the start.
+    """
+
+    title: str
+    queries: dict[str, str]
+    description: str = ""
+    type: Literal["timeseries", "stat", "heatmap"] = "timeseries"
+    unit: str = "short"
+    width: int = 8
+    stacked: bool = False
+    filled: bool = False
+    from_zero: bool = True
+    units: dict[str, str] = {}
+    thresholds: dict[str, float | None] = {}
+
+
+class ShortDashboard(msgspec.Struct, forbid_unknown_fields=True):
+    """The short form of a dashboard.
+
+    Attributes:
+        rows: panels by the title of their row.
+        instances_of: metric whose instances can be selected. Empty: none can.
+    """
+
+    title: str
+    description: str
+    rows: dict[str, list[ShortPanel]]
+    instances_of: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> "ShortDashboard":
+        return msgspec.convert(yaml.safe_load(file.read_text()), cls)
+
+
+def dashboard(name: str, short: ShortDashboard) -> str:
     """Return the JSON of a dashboard, one line for each field and each panel."""
     variables = [_SOURCES, _variable("namespace", "Namespace", "baton_info")]
     matchers = 'namespace=~"$namespace"'
-    if listed := short.get("instances_of"):
-        series = f"{listed}{{{matchers}}}"
+    if short.instances_of:
+        series = f"{short.instances_of}{{{matchers}}}"
         variables.append(_variable("instance", "Program", series))
         matchers += ',instance=~"$instance"'
     head = {
         "uid": f"baton-{name}",
-        "title": short["title"],
-        "description": short["description"],
+        "title": short.title,
+        "description": short.description,
         **_SETTINGS,
         "templating": {"list": variables},
     }
     panels: list[dict[str, Any]] = []
     y = -_HEIGHT
-    for title, row in short["rows"].items():
+    for title, row in short.rows.items():
         x, y = 0, y + _HEIGHT
         panels.append({"type": "row", "title": title, "collapsed": False, "panels": []})
         panels[-1] |= {"gridPos": {"h": 1, "w": _COLUMNS, "x": 0, "y": y}}
         y += 1
         for each in row:
-            width = each.get("width", 8)
-            if x + width > _COLUMNS:
+            if x + each.width > _COLUMNS:
                 x, y = 0, y + _HEIGHT
-            place = {"h": _HEIGHT, "w": width, "x": x, "y": y}
+            place = {"h": _HEIGHT, "w": each.width, "x": x, "y": y}
             panels.append(_panel(each, matchers) | {"gridPos": place})
-            x += width
+            x += each.width
     lines = [json.dumps({"id": number, **each}) for number, each in enumerate(panels, 1)]
     fields = [f"{json.dumps(field)}: {json.dumps(value)}" for field, value in head.items()]
     fields.append('"panels": [\n' + ",\n".join(lines) + "\n]")
@@ -121,41 +164,40 @@ def _variable(name: str, label: str, series: str) -> dict[str, Any]:
     }
 
 
-def _panel(short: Mapping[str, Any], matchers: str) -> dict[str, Any]:
+def _panel(short: ShortPanel, matchers: str) -> dict[str, Any]:
     """Return a panel without its place."""
-    kind, unit = short.get("type", "timeseries"), short.get("unit", "short")
-    defaults: dict[str, Any] = {"unit": unit}
-    if kind != "heatmap" and short.get("from_zero", True):
+    defaults: dict[str, Any] = {"unit": short.unit}
+    if short.type != "heatmap" and short.from_zero:
         defaults["min"] = 0
-    if steps := short.get("thresholds"):
-        colors = [{"color": color, "value": value} for color, value in steps.items()]
+    if short.thresholds:
+        colors = [{"color": color, "value": value} for color, value in short.thresholds.items()]
         defaults["thresholds"] = {"mode": "absolute", "steps": colors}
         defaults["color"] = {"mode": "thresholds"}
-    match kind:
+    match short.type:
         case "stat":
             options = _STAT
         case "heatmap":
-            options = _HEATMAP | {"yAxis": {"unit": unit}}
+            options = _HEATMAP | {"yAxis": {"unit": short.unit}}
         case _:
-            options, stacked = _TIME_SERIES, short.get("stacked", False)
+            options = _TIME_SERIES
             defaults["custom"] = {
                 "drawStyle": "line",
                 "lineWidth": 1,
-                "fillOpacity": 25 if stacked or short.get("filled", False) else 5,
+                "fillOpacity": 25 if short.stacked or short.filled else 5,
                 "showPoints": "never",
-                "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+                "stacking": {"mode": "normal" if short.stacked else "none", "group": "A"},
             }
     overrides = [
         {
             "matcher": {"id": "byRegexp", "options": legends},
             "properties": [{"id": "unit", "value": value}],
         }
-        for legends, value in short.get("units", {}).items()
+        for legends, value in short.units.items()
     ]
     return {
-        "type": kind,
-        "title": short["title"],
-        "description": short.get("description", ""),
+        "type": short.type,
+        "title": short.title,
+        "description": short.description,
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": overrides},
         "targets": [
@@ -166,9 +208,9 @@ def _panel(short: Mapping[str, Any], matchers: str) -> dict[str, Any]:
                 "legendFormat": legend,
                 "editorMode": "code",
                 "range": True,
-                **({"format": "heatmap"} if kind == "heatmap" else {}),
+                **({"format": "heatmap"} if short.type == "heatmap" else {}),
             }
-            for number, (legend, query) in enumerate(short["queries"].items())
+            for number, (legend, query) in enumerate(short.queries.items())
         ],
         "options": options,
     }
@@ -188,7 +230,7 @@ def _restricted(query: str, matchers: str) -> str:
 
 def main() -> None:
     for file in SHORT_FORMS:
-        text = dashboard(file.stem, yaml.safe_load(file.read_text()))
+        text = dashboard(file.stem, ShortDashboard.read(file))
         (DASHBOARDS / f"baton-{file.stem}.json").write_text(text)
 
 

@@ -11,7 +11,7 @@ from prometheus_client.utils import floatToGoString
 
 from common.metrics.declared import MetricDeclaration
 from common.metrics.program import ROLES
-from docs.generate import dashboards as generated_dashboards
+from docs.generate import dashboards
 from docs.generate import rules as generated
 from node import metrics as node
 from router import metrics as router
@@ -19,7 +19,7 @@ from tests.deploy.manifests import KUBERNETES, load, load_all, named, of_kind
 from tests.support.processes.programs import ROOT
 
 MONITORING = KUBERNETES / "components" / "monitoring"
-DASHBOARDS = sorted(generated_dashboards.DASHBOARDS.glob("*.json"))
+DASHBOARDS = sorted(dashboards.DASHBOARDS.glob("*.json"))
 RUNBOOK = ROOT / "docs" / "runbook.md"
 # Labels that Prometheus adds to each series that it scrapes, by our PodMonitor or by
 # prometheus.yml.
@@ -216,10 +216,11 @@ def _queries(dashboard):
 
 def test_dashboards_are_what_their_short_forms_generate():
     # `python -m docs.generate.dashboards` writes them.
-    forms = {file.stem: load(file.read_text()) for file in generated_dashboards.SHORT_FORMS}
     assert {file.name: file.read_text() for file in DASHBOARDS} == {
-        f"baton-{name}.json": generated_dashboards.dashboard(name, form)
-        for name, form in forms.items()
+        f"baton-{file.stem}.json": dashboards.dashboard(
+            file.stem, dashboards.ShortDashboard.read(file)
+        )
+        for file in dashboards.SHORT_FORMS
     }
 
 
