@@ -4,34 +4,16 @@ transformers makes them and is also the oracle: `greedy_tokens` returns what it 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.utils.logging
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Dots1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.models import ModelSpec, constants, content, open_checkpoint, stored_of
 
@@ -58,25 +40,18 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
-_CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "gemma2": Gemma2Config,
-    "gemma3_text": Gemma3TextConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen2_moe": Qwen2MoeConfig,
-    "mixtral": MixtralConfig,
-    "dots1": Dots1Config,
-    "deepseek_v2": DeepseekV2Config,
-    "deepseek_v3": DeepseekV3Config,
-    "gpt_oss": GptOssConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+SIZES = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": END_TOKEN_ID,
 }
-_HYBRID = {
+HYBRID_SIZES = {
     "head_dim": 32,
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -84,7 +59,7 @@ _HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-_EXPERTS = {
+EXPERT_SIZES = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
@@ -101,7 +76,8 @@ _DEEPSEEK_EXPERTS = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
 }
-_LATENTS = {
+_DEEPSEEK = {
+    **_DEEPSEEK_EXPERTS,
     "num_key_value_heads": 4,
     "q_lora_rank": 96,
     "kv_lora_rank": 32,
@@ -109,16 +85,29 @@ _LATENTS = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-_SIZES = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": END_TOKEN_ID,
+_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24}
+# Fields of single architectures, in addition to SIZES.
+_OWN_SIZES: Mapping[str, Mapping[str, object]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, **EXPERT_SIZES},
+    "qwen2_moe": EXPERT_SIZES,
+    "qwen3_next": {**HYBRID_SIZES, **EXPERT_SIZES},
+    "qwen3_5_text": HYBRID_SIZES,
+    "qwen3_5_moe_text": {**HYBRID_SIZES, **EXPERT_SIZES},
+    "gpt_oss": {**_FEW_EXPERTS, "sliding_window": 40, "head_dim": 32},
+    "mixtral": _FEW_EXPERTS,
+    "dots1": _DEEPSEEK_EXPERTS,
+    "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v3": _DEEPSEEK,
+    "gemma2": {**_GEMMA, "sliding_window": 40},
+    "gemma3_text": {
+        **_GEMMA,
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": GEMMA_3_LAYERS,
+    },
 }
 
 
@@ -143,34 +132,8 @@ def make_checkpoint(
         made_by: auto class of transformers, which decides the head.
         overrides: fields of the architecture's configuration.
     """
-    sizes = dict(_SIZES)
-    if architecture == "mistral":
-        sizes["sliding_window"] = None
-    if architecture in ("qwen3", "qwen3_moe"):
-        sizes["head_dim"] = 32
-    if architecture in ("qwen3_moe", "qwen2_moe"):
-        sizes |= _EXPERTS
-    if architecture in HYBRID_ARCHITECTURES:
-        sizes |= _HYBRID
-        if architecture != "qwen3_5_text":
-            sizes |= _EXPERTS
-    if architecture == "gpt_oss":
-        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}
-        sizes["head_dim"] = 32
-    if architecture in ("dots1", *LATENT_ARCHITECTURES):
-        sizes |= _DEEPSEEK_EXPERTS
-    if architecture in LATENT_ARCHITECTURES:
-        sizes |= _LATENTS
-    if architecture == "deepseek_v2":
-        sizes |= {"topk_method": "group_limited_greedy", "norm_topk_prob": False}
-    if architecture == "mixtral":
-        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    if architecture == "gemma2":
-        sizes |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
-    if architecture == "gemma3_text":
-        sizes |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}
-        sizes |= {"num_hidden_layers": 4, "layer_types": GEMMA_3_LAYERS}
-    config = _CONFIGS[architecture](**{**sizes, **overrides})
+    sizes = {**SIZES, **_OWN_SIZES.get(architecture, {}), **overrides}
+    config = CONFIG_MAPPING[architecture](**sizes)
     torch.manual_seed(seed)
     model = made_by.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -206,8 +169,8 @@ def fingerprint(directory: Path, *how: Any, **drafting: Any) -> dict[str, str]:
 
 def make_tokenizer(directory: Path) -> None:
     """Write a tokenizer in which every byte is a token with its own value, without merges."""
-    letters = _byte_letters()
-    tokenizer = Tokenizer(models.BPE(vocab={letters[i]: i for i in range(256)}, merges=[]))
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -278,11 +241,3 @@ def confirmed_tokens(
             if token != guess:
                 break
     return tokens
-
-
-def _byte_letters() -> list[str]:
-    """Return the printable letter for each byte in byte-level tokenizers, in order of bytes."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (chr(256 + n) for n in range(256 - len(own)))
-    kept = set(own)
-    return [chr(byte) if byte in kept else next(others) for byte in range(256)]

@@ -26,8 +26,9 @@ from transformers import (
 from common.model_directory import VisionFiles, vision_files
 from common.requests.images import Image
 from tests.support.models.checkpoints import (
-    END_TOKEN_ID,
-    VOCABULARY_SIZE,
+    EXPERT_SIZES,
+    HYBRID_SIZES,
+    SIZES,
     make_tokenizer,
     reference_model,
 )
@@ -103,17 +104,6 @@ def write_vision_files(
     return directory
 
 
-_TEXT = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": None,
-    "eos_token_id": END_TOKEN_ID,
-}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _VISION = {
     "depth": 2,
@@ -128,20 +118,9 @@ _VISION = {
 _INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
 _THIRDS = _INTERLEAVED | {"mrope_section": [6, 5, 5]}
 _HYBRID = {
-    **_TEXT,
-    "num_hidden_layers": 4,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    **SIZES,
+    **HYBRID_SIZES,
     "rope_parameters": _INTERLEAVED | {"partial_rotary_factor": 0.5},
-}
-_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 40,
 }
 _LEARNT = {**_VISION, "num_position_embeddings": 16}
 _MARKS = {
@@ -154,24 +133,24 @@ SQUARE = 6  # tokens per side of every image of LLaVA and Gemma 3
 # Configuration fields by model_type: of the decoder, of the image encoder, and others.
 _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen2_5_vl": (
-        {**_TEXT, "rope_parameters": _ROPE},
+        {**SIZES, "rope_parameters": _ROPE},
         {**_VISION, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
         _MARKS,
     ),
     "qwen3_vl": (
-        {**_TEXT, "num_hidden_layers": 3, "head_dim": 32, "rope_parameters": _THIRDS},
+        {**SIZES, "num_hidden_layers": 3, "head_dim": 32, "rope_parameters": _THIRDS},
         {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
         _MARKS,
     ),
     "qwen3_vl_moe": (
-        {**_TEXT, "head_dim": 32, "rope_parameters": _THIRDS, **_EXPERTS},
+        {**SIZES, "head_dim": 32, "rope_parameters": _THIRDS, **EXPERT_SIZES},
         {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
         _MARKS,
     ),
     "qwen3_5": (_HYBRID, _LEARNT, _MARKS),
-    "qwen3_5_moe": (_HYBRID | _EXPERTS, _LEARNT, _MARKS),
+    "qwen3_5_moe": (_HYBRID | EXPERT_SIZES, _LEARNT, _MARKS),
     "llava": (
-        {"model_type": "llama", **_TEXT},
+        {"model_type": "llama", **SIZES},
         {
             "model_type": "clip_vision_model",
             "hidden_size": 32,
@@ -186,7 +165,7 @@ _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, An
     "gemma3": (
         {
             "model_type": "gemma3_text",
-            **_TEXT,
+            **SIZES,
             "head_dim": 16,
             "query_pre_attn_scalar": 16,
             "sliding_window": 48,
