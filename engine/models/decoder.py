@@ -24,17 +24,12 @@ from engine.models.blocks.layer import (
     RmsNorm,
 )
 from engine.models.blocks.source import BlockWeights
-from engine.models.drafting import (
-    DraftHead,
-    DraftLayer,
-    DraftLayerSpec,
-    ModelVectors,
-)
+from engine.models.drafting import DraftHead, DraftLayer, DraftSpec, ModelVectors
 from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
 from engine.models.model import Model
 from engine.models.quantized.protocol import PLAIN, Scheme
 from engine.models.spec import LoadTarget, ModelSpec
-from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
+from engine.models.stack import LayerByLayer, Stack, stack_of
 from engine.models.vision.seeing import ImageFeatures, ReceivingTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
@@ -71,10 +66,10 @@ class DecoderSpec:
     prefix: str = "model."
     head: str = "lm_head"
     unused: tuple[str, ...] = ()
-    offered: DraftLayerSpec | None = field(default=None, repr=False)
-    drafter: DraftLayerSpec | None = None
+    offered: DraftSpec | None = field(default=None, repr=False)
+    drafter: DraftSpec | None = None
 
-    def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
+    def drafting(self, drafter: DraftSpec) -> "DecoderSpec":
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
@@ -179,9 +174,8 @@ class Decoder(Model):
         stage = target.share.stage
         self.ends = ends
         self.layers = layers
-        self._feature_layers = spec.feature_layers
-        self.stack = self._featured(stack_of(layers))
-        self._adaptable = self._featured(LayerByLayer(layers))
+        self.stack = stack_of(layers)
+        self._one_by_one = LayerByLayer(layers)
         self.products = tuple(products)
         own = target.share.layers(len(spec.layers))
         self._numbers = own  # numbers of the layers
@@ -249,7 +243,7 @@ class Decoder(Model):
     def _run(self, layers: Sequence[Layer]) -> None:
         """Use other layers with the same weights."""
         self._run_layers = tuple(layers)
-        self.stack = self._adaptable = self._featured(LayerByLayer(self._run_layers))
+        self.stack = self._one_by_one = LayerByLayer(self._run_layers)
 
     def forward(
         self,
@@ -267,13 +261,9 @@ class Decoder(Model):
             x, features = self._inputs(batch, future_tokens)
             kept = drafter is not None or self._sends_embeddings
             embeddings = x.clone() if kept else x  # the layers overwrite x
-        step = ModelStep(batch, adapted, late, features)
-        tapped: Sequence[Tensor] = ()
-        if drafter is not None and drafter.taps:
-            x, residual, tapped = tap(self._run_layers, drafter.taps, x, step, pool)
-        else:
-            stack = self.stack if adapted is None else self._adaptable
-            x, residual = stack.forward(x, None, step, pool, None)
+        taps = () if drafter is None else drafter.taps
+        step = ModelStep(batch, adapted, late, features, taps)
+        x, residual = self._stack_for(step).forward(x, None, step, pool, None)
         if norm is None:
             assert stage is not None
             hidden = x if residual is None else x + residual
@@ -284,7 +274,7 @@ class Decoder(Model):
             x, _ = norm.forward(x, residual, rows=batch.sampled)
         else:
             x, _ = norm.forward(x, residual)
-            drafter.follow(step, ModelVectors(x, tapped, embeddings), future_tokens, pool)
+            drafter.follow(step, ModelVectors(x, embeddings), future_tokens, pool)
             x = x.index_select(0, batch.sampled)
         if stage is not None:
             stage.send_back(x, self._experts_of(batch.sampled))
@@ -300,10 +290,9 @@ class Decoder(Model):
         """Begin the same forward for prompts, with layers in groups (split prefill). Requires a
         single stage and no drafter."""
         x, features = self._inputs(batch, future_tokens)
-        stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
+        norm, step = self.ends.norm, ModelStep(batch, adapted, features=features)
         assert norm is not None
-        step = ModelStep(batch, adapted, features=features)
-        return SplitForward(stack, norm, step, pool, x)
+        return SplitForward(self._stack_for(step), norm, step, pool, x)
 
     def take_part(self) -> None:
         """Take part in the experts' computation in a step in which this node has no tokens."""
@@ -315,9 +304,9 @@ class Decoder(Model):
         """Return the experts of some tokens of the newest forward, as stages exchange them."""
         return None if self.routed is None else self.routed.of(tokens).int()
 
-    def _featured(self, stack: Stack) -> Stack:
-        count = self._feature_layers
-        return WithFeatures(stack, count) if count else stack
+    def _stack_for(self, step: ModelStep) -> Stack:
+        one_by_one = step.adapted is not None or step.taps
+        return self._one_by_one if one_by_one else self.stack
 
     def _received(self, stage: Stage, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return the hidden states from the first stage and, for a drafter, the embeddings of their

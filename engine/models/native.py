@@ -16,7 +16,7 @@ from common.process.resources import trim
 from engine.models.checkpoint import stored_names
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
-from engine.models.drafting import DraftLayerSpec
+from engine.models.drafting import DraftSpec
 from engine.models.families import read_decoder
 from engine.models.refill import drain, found
 from engine.models.spec import LoadTarget, ModelSpec
@@ -167,7 +167,7 @@ def _parts(model: Decoder) -> list[object]:
     return [*model.parts, *(() if model.drafter is None else model.drafter.parts)]
 
 
-def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
+def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftSpec:
     """Return the checkpoint's own draft layer. Raise ConfigError if it has none. `names`: stored
     tensors, empty without weights."""
     offered = decoder.offered

@@ -3,14 +3,15 @@
 The kinds of layers determine which, when the stack is created.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import DraftView
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.experts import DenseBlock
 from engine.models.blocks.layer import KeptStates, Layer, ModelStep
@@ -26,50 +27,14 @@ from kernels.cpu.layers import (
     CompiledStep,
     PanelMatrix,
 )
-from kernels.linear_attention.state_cells import CellView
 
 Residual: TypeAlias = Tensor | None
 # First layer of a group, and the layer after its last one. None: all layers.
 LayerNumbers: TypeAlias = tuple[int, int] | None
+PagedLayers: TypeAlias = KVPool | DraftView
 
 
-class PagedLayers(Protocol):
-    """The memory of a stack's layers in the pages of a pool.
-
-    Attributes:
-        layers: keys and values of each layer, see KVLayout.view.
-        tables: the page table of each layer.
-        cells: state cells of each layer, by name.
-    """
-
-    @property
-    def layers(self) -> tuple[Tensor, ...]: ...
-
-    @property
-    def tables(self) -> tuple[int, ...]: ...
-
-    @property
-    def cells(self) -> tuple[Mapping[str, CellView], ...]: ...
-
-
-class Stack(Protocol):
-    def forward(
-        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
-    ) -> tuple[Tensor, Residual]:
-        """Run all layers, or a group of them.
-
-        Args:
-            x: [num_tokens, hidden], embeddings, or the output of the layer before the group. The
-                stack takes ownership.
-            residual: the sum to which x is to be added. None: before the first layer. The stack
-                takes ownership.
-        Returns:
-            The last layer's output, and the residual to which it is to be added.
-        """
-        ...
-
-
-def stack_of(layers: tuple[Layer, ...]) -> Stack:
+def stack_of(layers: tuple[Layer, ...]) -> "Stack":
     """Return the compiled stack if all layers have attention and a dense net with matrices in
     panels. Otherwise return the layer-by-layer one."""
     rotations: list[Rotation] = []
@@ -91,63 +56,34 @@ class LayerByLayer:
     def forward(
         self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
     ) -> tuple[Tensor, Residual]:
-        layers = zip(self._layers, pool.layers, pool.tables, pool.cells, strict=True)
-        for layer, kv, table, cells in layers if group is None else islice(layers, *group):
-            x, residual = layer.forward(x, residual, step, KeptStates(kv, table, cells))
+        """Run all layers, or a group of them.
+
+        Args:
+            x: [num_tokens, hidden], embeddings, or the output of the layer before the group. The
+                stack takes ownership.
+            residual: the sum to which x is to be added. None: before the first layer. The stack
+                takes ownership.
+        Returns:
+            The last layer's output, and the residual to which it is to be added.
+        """
+        for number in range(*(group or (0, len(self._layers)))):
+            if number in step.taps:
+                step.tapped[number] = x.clone() if residual is None else x + residual
+            kept = KeptStates(pool.layers[number], pool.tables[number], pool.cells[number])
+            x, residual = self._layers[number].forward(x, residual, step, kept)
+            for image in step.features:
+                image.add_to(x, number)
         return x, residual
 
 
-class WithFeatures:
-    """A stack whose first layers add image features to their outputs.
-
-    Args:
-        num_layers: number of these layers.
-    """
-
-    def __init__(self, stack: Stack, num_layers: int) -> None:
-        self._stack = stack
-        self._num_layers = num_layers
-
-    def forward(
-        self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
-    ) -> tuple[Tensor, Residual]:
-        if not step.features:
-            return self._stack.forward(x, residual, step, pool, group)
-        first, end = (0, len(pool.layers)) if group is None else group
-        middle = min(max(first, self._num_layers), end)
-        for number in range(first, middle):
-            one = number, number + 1
-            x, residual = self._stack.forward(x, residual, step, pool, one)
-            for image in step.features:
-                added = image.by_layer[:, number]
-                x[image.place : image.place + len(added)] += added
-        if middle == end:
-            return x, residual
-        return self._stack.forward(x, residual, step, pool, (middle, end))
-
-
-def tap(
-    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: PagedLayers
-) -> tuple[Tensor, Residual, Sequence[Tensor]]:
-    """Run all layers like `Stack.forward`. Also return the inputs of the layers in `taps`,
-    [num_tokens, hidden] each."""
-    residual: Residual = None
-    tapped: dict[int, Tensor] = {}
-    kept = zip(layers, pool.layers, pool.tables, pool.cells, strict=True)
-    for number, (layer, kv, table, cells) in enumerate(kept):
-        if number in taps:
-            tapped[number] = x.clone() if residual is None else x + residual
-        x, residual = layer.forward(x, residual, step, KeptStates(kv, table, cells))
-    return x, residual, [tapped[number] for number in taps]
-
-
 class InOneCall:
-    """Layers in one compiled call.
+    """Layers in one compiled call. `forward` is like that of LayerByLayer.
 
     Args:
         rotations: sources of angles, to which layers refer by index.
-        one_by_one: the same layers, for KV with another dtype than the compute dtype.
-        whole_images: whether `one_by_one` also computes steps with image tokens.
+        one_by_one: the same layers, for KV with another dtype than the compute dtype, and for steps
+            with image features.
+        whole_images: whether `one_by_one` computes all steps with image tokens.
     """
 
     def __init__(
@@ -166,7 +102,8 @@ class InOneCall:
     def forward(
         self, x: Tensor, residual: Residual, step: ModelStep, pool: PagedLayers, group: LayerNumbers
     ) -> tuple[Tensor, Residual]:
-        if pool.layers[0].dtype != x.dtype or (self._whole_images and step.batch.seen):
+        images = step.features or (self._whole_images and step.batch.seen)
+        if images or pool.layers[0].dtype != x.dtype:
             return self._one_by_one.forward(x, residual, step, pool, group)
         batch = step.batch
         compiled = CompiledStep(
@@ -190,6 +127,9 @@ class InOneCall:
                 check_kv(view)
             self._pools[pool] = CompiledPool(pool.layers, pool.tables)
         return self._pools[pool]
+
+
+Stack: TypeAlias = LayerByLayer | InOneCall
 
 
 def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:

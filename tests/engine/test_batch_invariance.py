@@ -164,7 +164,7 @@ def test_experts_that_depend_on_other_rows_are_reported(tmp_path):
     gate_up = Uneven(torch.randn(64, 64))
     broken = replace(net, nets=tuple((gate_up, down) for _, down in net.nets))
     model.layers = replace(first, ffn=replace(first.ffn, experts=broken)), *others
-    model.stack = model._adaptable = LayerByLayer(model.layers)
+    model.stack = model._one_by_one = LayerByLayer(model.layers)
     assert differing_operation(model, layout_of(model)) == "the experts of layer 0"
 
 
@@ -173,7 +173,7 @@ def test_a_product_that_depends_on_other_rows_is_reported(checkpoint):
     first, second = model.layers
     down = Uneven(torch.randn(64, 96))
     model.layers = first, replace(second, ffn=replace(second.ffn, down=down))
-    model.stack = model._adaptable = LayerByLayer(model.layers)
+    model.stack = model._one_by_one = LayerByLayer(model.layers)
     assert differing_operation(model, layout_of(model)) == "down_proj of layer 1"
 
 

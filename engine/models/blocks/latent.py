@@ -137,6 +137,7 @@ class LatentAttentionBlock:
         return replace(self, expansion=None)
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> None:
+        """Write latents, and compute nothing else."""
         self._stored(x, step, kept, self.spec.key_dim)
 
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:

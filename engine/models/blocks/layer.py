@@ -147,12 +147,16 @@ class ModelStep:
         adapted: None if no row has an adapter.
         late: collects the layers' state updates if rows have drafts. Otherwise None.
         features: features of visible images, for models that add them.
+        taps: numbers of the layers whose inputs a drafter reads.
+        tapped: these inputs, [num_tokens, hidden] each.
     """
 
     batch: ForwardBatch
     adapted: AdaptedLinear | None = None
     late: LateStates | None = None
     features: Sequence[ImageFeatures] = ()
+    taps: Sequence[int] = ()
+    tapped: dict[int, Tensor] = field(default_factory=dict)
     shared: SharedStepState = field(default_factory=SharedStepState)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
@@ -199,12 +203,6 @@ class Mixer(Protocol):
         ...
 
 
-class KeepingMixer(Mixer, Protocol):
-    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> object:
-        """Write the KV of x [num_tokens, hidden] for later tokens, and compute nothing else."""
-        ...
-
-
 class Ffn(Protocol):
     """The part of a layer that processes each token separately."""
 
@@ -231,13 +229,6 @@ class MixerSpec(Protocol):
         ...
 
     def build(self, site: LayerSite) -> Mixer: ...
-
-
-class KeepingMixerSpec(Protocol):
-    @property
-    def keeps(self) -> LayerState: ...
-
-    def build(self, site: LayerSite) -> KeepingMixer: ...
 
 
 class FfnSpec(Protocol):

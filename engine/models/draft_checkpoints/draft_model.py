@@ -128,6 +128,6 @@ class DraftModel:
     def _run(
         self, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool
     ) -> tuple[Tensor, Tensor | None]:
-        """Store the KV of a step's tokens. Return the output of the last layer, see Stack."""
+        """Store the KV of a step's tokens. Return the output of the layers, see LayerByLayer."""
         x = self.decoder.embedded(batch.token_ids, future_tokens)
         return self.decoder.stack.forward(x, None, ModelStep(batch), view_of(pool), None)

@@ -19,7 +19,6 @@ from engine.models.drafting import (
     BodySpec,
     DraftHead,
     DraftLayer,
-    DraftLayerSpec,
     DraftSpec,
     Eagle3Spec,
     InnerNorms,
@@ -55,7 +54,7 @@ class EagleCheckpoint:
         _check(config, model, directory)
         self._checkpoint, self._scheme = Checkpoint(directory), scheme_of(config)
         self._hidden_size = model.hidden_size
-        self.spec: DraftLayerSpec
+        self.spec: DraftSpec | Eagle3Spec
         if any("eagle3" in name.lower() for name in _architectures(config)):
             self.spec = _third(config, model, self._checkpoint)
         else:

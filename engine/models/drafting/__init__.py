@@ -16,7 +16,6 @@ from engine.models.drafting.head import DraftHead
 from engine.models.drafting.protocol import (
     DeviceDrafter,
     DraftLayer,
-    DraftLayerSpec,
     DraftSteps,
     ModelVectors,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "DeviceDrafter",
     "DraftHead",
     "DraftLayer",
-    "DraftLayerSpec",
     "DraftSpec",
     "DraftSteps",
     "EagerDrafts",

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
+from engine.models.blocks.attention import Attention, AttentionBlock
+from engine.models.blocks.latent import LatentAttention, LatentAttentionBlock
 from engine.models.blocks.layer import (
     Ffn,
     FfnSpec,
-    KeepingMixer,
-    KeepingMixerSpec,
     KeptStates,
     LayerSite,
     ModelStep,
@@ -40,7 +40,7 @@ class BodySpec:
         prefix: prefix of the names of its tensors, relative to the layer's prefix.
     """
 
-    mixer: KeepingMixerSpec
+    mixer: Attention | LatentAttention
     ffn: FfnSpec
     norm: Norm
     prefix: str
@@ -69,7 +69,7 @@ class BodySpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    mixer: KeepingMixer
+    mixer: AttentionBlock | LatentAttentionBlock
     ffn_norm: RmsNorm
     ffn: Ffn
     group: Group | None = None  # see Layer

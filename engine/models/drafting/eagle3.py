@@ -5,7 +5,7 @@ It has its own head, for a part of the target model's vocabulary.
 Source: EAGLE-3, Li et al. 2025, section 3.1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +79,8 @@ class Eagle3Layer(DraftLayer):
     def taps(self) -> tuple[int, ...]:
         return self.spec.taps
 
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
-        return self.join.apply(torch.cat([*tapped], dim=1))
+    def vectors(self, hidden: Tensor, step: ModelStep) -> Tensor:
+        return self.join.apply(torch.cat([step.tapped[number] for number in self.taps], dim=1))
 
     def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         x, _ = self._joined(vectors, embeddings)

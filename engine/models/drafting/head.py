@@ -51,7 +51,7 @@ class DraftHead:
         self, step: ModelStep, seen: ModelVectors, future_tokens: Tensor, pool: KVPool
     ) -> None:
         batch, view, page_size = step.batch, view_of(pool), pool.layout.page_size
-        own = self.layer.vectors(seen.hidden, seen.tapped, step)
+        own = self.layer.vectors(seen.hidden, step)
         vectors = own.roll(1, 0)
         # Rows without tokens come last. They start after the last token.
         firsts = batch.query_starts[:-1].clamp(max=len(own) - 1)

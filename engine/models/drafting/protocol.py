@@ -8,8 +8,7 @@ from torch import Tensor
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.kv_cache.states import DraftState
-from engine.models.blocks.layer import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.layer import KeptStates, ModelStep
 
 # Draws draft tokens, int32 [n], from logits [n, any] of the first n rows. The second argument is
 # the number of the draft. A draft is negative if its logits contain NaN or Inf.
@@ -21,12 +20,10 @@ class ModelVectors(NamedTuple):
 
     Attributes:
         hidden: input of the model's head.
-        tapped: inputs of the layers that the drafter reads.
         embeddings: embeddings of tokens and images.
     """
 
     hidden: Tensor
-    tapped: Sequence[Tensor]
     embeddings: Tensor
 
 
@@ -100,12 +97,12 @@ class DraftLayer(ABC):
         """Return the layers of the target model whose inputs it reads."""
         return ()
 
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
+    def vectors(self, hidden: Tensor, step: ModelStep) -> Tensor:
         """Return the input vectors of a step's tokens, [num_tokens, hidden].
 
         Args:
             hidden: [num_tokens, hidden], input of the target model's head.
-            tapped: [num_tokens, hidden] per tap.
+            step: has the inputs of the layers in `taps`.
         """
         return hidden
 
@@ -128,18 +125,3 @@ class DraftLayer(ABC):
         Args:
             logits: the target model's head, which the layer may use.
         """
-
-
-class DraftLayerSpec(Protocol):
-    """A draft layer before it is built.
-
-    Attributes:
-        prefix: prefix of the names of its tensors.
-    """
-
-    @property
-    def prefix(self) -> str: ...
-
-    def keeps(self, hidden_size: int) -> DraftState: ...
-
-    def build(self, site: LayerSite) -> DraftLayer: ...

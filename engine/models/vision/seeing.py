@@ -76,6 +76,11 @@ class ImageFeatures:
     place: int
     by_layer: Tensor
 
+    def add_to(self, x: Tensor, layer: int) -> None:
+        """Add the features to the output of a layer, [num_tokens, hidden]."""
+        if layer < self.by_layer.shape[1]:
+            x[self.place : self.place + len(self.by_layer)] += self.by_layer[:, layer]
+
 
 class VisionTower:
     """The image encoder with a cache of embeddings. `embed` is for the forward stream, all other
