@@ -5,7 +5,7 @@ The recurrent state of a request has the same size after any number of tokens.
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,23 +35,6 @@ class Projected(NamedTuple):
     a: Tensor
 
 
-class Projection(Protocol):
-    """The layout in which a checkpoint stores the input projection."""
-
-    def build(self, spec: "DeltaNet", source: BlockWeights, hidden_size: int, own: range) -> Linear:
-        """Return the product for the key heads `own` and their value heads."""
-        ...
-
-    def columns(self, spec: "DeltaNet") -> Tensor:
-        """Return the columns of the product that are the convolution's input: int32 [heads,
-        channels]."""
-        ...
-
-    def split(self, spec: "DeltaNet", x: Tensor) -> Projected:
-        """Return the gates, which bypass the convolution."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
     """A gated delta net, with the numbers of its configuration.
@@ -68,7 +51,7 @@ class DeltaNet:
     value_dim: int
     width: int
     norm: Norm
-    projection: Projection
+    projection: "Projection"
 
     @property
     def group(self) -> int:
@@ -164,6 +147,7 @@ class ByKeyHead:
     """Layout of Qwen3-Next: for each key head its q, k, values and gates, then its b and a."""
 
     def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int, own: range) -> Linear:
+        """Return the product for the key heads `own` and their value heads."""
         of_head = {
             "in_proj_qkvz": spec.channels + spec.group * spec.value_dim,
             "in_proj_ba": 2 * spec.group,
@@ -173,11 +157,14 @@ class ByKeyHead:
         return source.linear(rows, hidden_size, outputs=outputs)
 
     def columns(self, spec: DeltaNet) -> Tensor:
+        """Return the columns of the product that are the convolution's input: int32 [heads,
+        channels]."""
         of_head = spec.channels + spec.group * spec.value_dim
         heads, channels = torch.arange(spec.heads).int(), torch.arange(spec.channels).int()
         return heads[:, None] * of_head + channels
 
     def split(self, spec: DeltaNet, x: Tensor) -> Projected:
+        """Return the gates, which bypass the convolution."""
         past = x.shape[1] - 2 * spec.value_heads
         qkvz, ba = _by_head(x[:, :past], spec), _by_head(x[:, past:], spec)
         return Projected(qkvz[..., spec.channels :], ba[..., : spec.group], ba[..., spec.group :])
@@ -219,6 +206,10 @@ class ByKind:
         ends = itertools.accumulate((spec.heads * spec.channels, values, value_heads, value_heads))
         z, b, a = (_by_head(x[:, start:end], spec) for start, end in itertools.pairwise(ends))
         return Projected(z, b, a)
+
+
+# The layout in which a checkpoint stores the input projection.
+Projection: TypeAlias = ByKeyHead | ByKind
 
 
 def _by_kind(spec: DeltaNet, own: range) -> Ranges:

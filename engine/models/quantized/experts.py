@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix, MatrixPart, StoredExpert, common_format, joined
@@ -28,28 +28,13 @@ class ExpertLocation:
     prefix: str
 
 
-class ExpertStorage(Protocol):
-    @property
-    def biased(self) -> bool: ...
-
-    def wanted(
-        self, shape: "ExpertShape", place: ExpertLocation
-    ) -> Mapping[str, TensorRequest]: ...
-
-    def format(self, place: ExpertLocation) -> QuantFormat | None:
-        """Return the format of all matrices that `read` returns. None: floats."""
-        ...
-
-    def read(self, number: int, shape: "ExpertShape", place: ExpertLocation) -> StoredExpert: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     count: int
     hidden: int
     inner: int
     gate: Gate
-    storage: ExpertStorage
+    storage: "ExpertStorage"
 
     def has_whole(self, part: ExpertPart) -> bool:
         """Return whether a part consists of whole experts."""
@@ -81,6 +66,7 @@ class SeparateExperts:
         return tensors
 
     def format(self, place: ExpertLocation) -> QuantFormat | None:
+        """Return the format of all matrices that `read` returns. None: floats."""
         modules = (f"{place.prefix}0.{name}" for name in (self.gate, self.up, self.down))
         schemes = (storing(place.scheme, module, place.checkpoint) for module in modules)
         return common_format([scheme.format for scheme in schemes])
@@ -190,6 +176,9 @@ class InterleavedExperts:
         up = both.with_rows(lambda tensor: tensor[1::2])
         gate_up_bias = gate_up_bias.view(-1, 2).t().flatten()
         return StoredExpert(joined([gate, up]), matrix(_DOWN), gate_up_bias, down_bias)
+
+
+ExpertStorage: TypeAlias = SeparateExperts | StackedTensor | InterleavedExperts
 
 
 def _scheme(at: MatrixLocation, place: ExpertLocation) -> Scheme:
