@@ -9,8 +9,7 @@ mask.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -178,7 +177,9 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
     model.set_attn_implementation(NAME)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode(), _all_nonzero(), _ReadAsOnes(), _Reductions() as found:  # type: ignore[no-untyped-call]
+        # Classes that search for experts with tokens find all of them.
+        nonzero = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with torch.inference_mode(), nonzero, _ReadAsOnes(), _Reductions() as found:  # type: ignore[no-untyped-call]
             # Without a mask, classes detect packed sequences by values, which the meta device does
             # not have.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
@@ -205,17 +206,6 @@ def probe(model: PreTrainedModel, num_layers: int) -> Probe:
     if sorted(places) != list(range(num_layers)):
         raise UnsupportedModel(f"{len(places)} of {num_layers} layers call attention, expected all")
     return Probe(tuple(sorted(layers, key=lambda layer: layer.layer)), found.sizes)
-
-
-@contextmanager
-def _all_nonzero() -> Iterator[None]:
-    """Make classes that search for experts with tokens find all of them on the meta device."""
-    before = fx_config.meta_nonzero_assume_all_nonzero
-    fx_config.meta_nonzero_assume_all_nonzero = True
-    try:
-        yield
-    finally:
-        fx_config.meta_nonzero_assume_all_nonzero = before
 
 
 class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
