@@ -8,13 +8,16 @@ from itertools import product
 import pytest
 
 from kvtransfer.messages import PagesReady
-from tests.pair.rig import PairRig, Size
+from tests.pair.conftest import Known
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     confirmed_tokens,
     greedy_tokens,
+    reference_model,
 )
+from tests.support.models.tiny_models import make_tiny
 
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64
@@ -99,7 +102,21 @@ def test_greedy_tokens_of_experts_are_those_of_transformers(model, architecture)
     _check_greedy(model(architecture), page_size=16, overlap=True, small_pool=True)
 
 
-def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpt_oss",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "gemma3n_text")),
+    ],
+)
+def test_greedy_tokens_of_classes_of_transformers_are_those_of_the_class_alone(tmp_path, kind):
+    directory = make_tiny(tmp_path, kind)
+    loaded = Loaded.from_directory(directory, backend="transformers")
+    known = Known(loaded, reference_model(directory), {})
+    _check_greedy(known, page_size=16, overlap=True, small_pool=True)
+
+
+def _check_greedy(known: Known, page_size: int, overlap: bool, small_pool: bool) -> None:
     prompts = _prompts(known.vocabulary_size, page_size)
     expected = [known.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     least = known.tables(page_size).pages_to_compute(3 * CHUNK_TOKENS + 5 + NUM_TOKENS)
