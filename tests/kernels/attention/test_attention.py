@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kernels import device
+from kernels.attention import reference
 from kernels.attention.arguments import Scoring
 from kernels.attention.paged import paged_attention
 from tests.kernels.attention.attention_case import SCALE, Case
@@ -165,3 +166,22 @@ def test_wrong_arguments_are_rejected(implementation):
     check_refused("above 0", paged_attention, case.q, case.kv, plan, Scoring(1.0, soft_cap=0.0))
     too_few = Scoring(1.0, sinks=torch.zeros(3))
     check_refused("sinks", paged_attention, case.q, case.kv, plan, too_few)
+
+
+@pytest.fixture
+def by_reference(monkeypatch):
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: False)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 50, 1000])
+def test_chunks_of_more_queries_than_share_a_mask(by_reference, page_size, window):
+    Case([(300, 310), (1, 100), (2, 31)], page_size=page_size).check(window)
+
+
+@pytest.mark.parametrize("group_bytes", [1, 3000, 9000])
+def test_rows_agree_however_they_are_grouped(by_reference, monkeypatch, group_bytes):
+    monkeypatch.setattr(reference, "GROUP_BYTES", group_bytes)
+    case = Case([(1, 40), (1, 3), (1, 17), (1, 64), (1, 16)])
+    case.check()
+    case.check(20)

@@ -90,21 +90,6 @@ def act_and_mul(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([operators.act_and_mul(x, name) for name in ACTIVATIONS], 1)
 
 
-def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) -> Tensor:
-    """Return the output for one query of each row. All rows share their first keys."""
-    kv = numbers(40, 2, 2, 16, 48, dtype=x.dtype)
-    out = torch.empty_like(x)
-    q, pages = x.view(-1, 4, 48), torch.arange(40, dtype=torch.int32)
-    places, lengths = rows.int() * 0, rows.int() * 9 % 640 + 1
-    options = {"window": None, "scale": 0.2, "soft_cap": None, "sinks": None}
-    if decode:
-        operators.decode_attention(q, kv, pages, places, lengths, out, **options)
-    else:
-        starts = torch.arange(len(rows) + 1, dtype=torch.int32)
-        operators.extend_attention(q, kv, pages, places, starts, lengths, out, **options)
-    return out
-
-
 def states_of(
     rows: Tensor, heads: int, *shape: int, dtype: torch.dtype
 ) -> tuple[CellView, StateRows]:
@@ -276,8 +261,8 @@ def grouped_mlp(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     return torch.cat(outs, 1)
 
 
-def attended(q: Tensor, kv: Tensor, rows: Tensor, value_dim: int | None) -> Tensor:
-    """Return attention of decode rows. All rows share their first keys."""
+def attended(q: Tensor, kv: Tensor, rows: Tensor, value_dim: int | None, decode: bool) -> Tensor:
+    """Return attention of rows with one query each. All rows share their first keys."""
     num_rows = len(rows)
     steps = AttentionRows(
         torch.arange(40, dtype=torch.int32),
@@ -285,10 +270,15 @@ def attended(q: Tensor, kv: Tensor, rows: Tensor, value_dim: int | None) -> Tens
         torch.arange(num_rows + 1, dtype=torch.int32),
         rows.int() * 9 % 640 + 1,
         num_tokens=num_rows,
-        num_decodes=num_rows,
+        num_decodes=num_rows if decode else 0,
     )
     plan = paged.plan_attention(steps, kv, AttentionKind(q.shape[1], value_dim=value_dim))
     return paged.paged_attention(q, kv, plan, Scoring(0.2))
+
+
+def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) -> Tensor:
+    kv = numbers(40, 2, 2, 16, 48, dtype=x.dtype)
+    return attended(x.view(-1, 4, 48), kv, rows, None, decode)
 
 
 def pages_in_8_bits(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
@@ -298,12 +288,12 @@ def pages_in_8_bits(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     q = rope_and_store_module.rope_and_store(x, angles, kv, rows * 16, scales=scales)
     stored = kv.view(torch.uint8)[rows, 0, :, 0].flatten(1)
     seen = (numbers(40, 1, 2, 16, 48) * 3).to(torch.float8_e4m3fn)
-    return torch.cat((attended(q, seen, rows, None), stored.to(x.dtype)), 1)
+    return torch.cat((attended(q, seen, rows, None, True), stored.to(x.dtype)), 1)
 
 
 def over_latents(operators: Operators, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     kept = x.dtype if dtype == torch.float32 else dtype
-    return attended(x.view(-1, 4, 48), numbers(40, 1, 1, 16, 48).to(kept), rows, 40)
+    return attended(x.view(-1, 4, 48), numbers(40, 1, 1, 16, 48).to(kept), rows, 40, True)
 
 
 OPERATIONS: dict[str, Operation | str] = {

@@ -43,14 +43,23 @@ def computed(x, gate_up, down, weights, ids, gate, biases=(None, None), formats=
     return grouped_mlp(x, *matrices, weights, ids, gate)
 
 
-def exact(x, gate_up, down, weights, ids, activation):
+def exact(x, gate_up, down, weights, ids, gate, biases=(None, None)):
     x, gate_up, down = x.double(), gate_up.double(), down.double()
+    up_bias, down_bias = (torch.zeros(len(down)) if each is None else each for each in biases)
     out = torch.zeros_like(x)
     for token, (row, chosen) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
         for weight, expert in zip(row, chosen, strict=True):
-            inner = in_float64((gate_up[expert] @ x[token])[None], activation)[0]
-            out[token] += weight * (down[expert] @ inner)
+            both = gate_up[expert] @ x[token] + up_bias[expert]
+            inner = clamped(both) if gate == "clamped" else in_float64(both, gate)
+            out[token] += weight * (down[expert] @ inner + down_bias[expert])
     return out
+
+
+def clamped(both):
+    """Return the gated numbers of gpt-oss."""
+    gate, up = both.chunk(2)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +75,11 @@ def test_each_token_gets_the_sum_of_its_experts(implementation, shape, activatio
 
 @pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:]], ids=str)
 def test_gpt_oss_experts_have_biases_and_clamped_gates(implementation, shape):
-    x, gate_up, down, weights, ids = drawn(*shape)
-    gate_up *= 5  # beyond the limit, on either side
-    biases = [torch.randn(part.shape[:2], device=DEVICE) for part in (gate_up, down)]
-    found = computed(x, gate_up, down, weights, ids, "clamped", biases)
-    expected = torch.zeros_like(x, dtype=torch.float64)
-    for token, (row, chosen) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
-        for weight, expert in zip(row, chosen, strict=True):
-            both = gate_up[expert].double() @ x[token].double() + biases[0][expert]
-            gate, up = both.chunk(2)
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-            expected[token] += weight * (down[expert].double() @ inner + biases[1][expert])
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
+    given = drawn(*shape)
+    given[1].mul_(5)  # beyond the limit, on either side
+    biases = [torch.randn(part.shape[:2], device=DEVICE) for part in given[1:3]]
+    found = computed(*given, "clamped", biases).double()
+    torch.testing.assert_close(found, exact(*given, "clamped", biases), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
