@@ -1,9 +1,8 @@
 """Draft layers and draft models: their drafts are those of transformers' layer or model for the
 same vectors, however earlier tokens were computed."""
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -21,15 +20,22 @@ from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
 from engine.batch.graph_shapes import GraphShape
 from engine.models import load, open_checkpoint
+from engine.models.drafting import DeviceDrafter
+from engine.models.refill import found
 from engine.models.spec import LoadTarget
 from engine.runner import forwards
 from engine.runner.draft_graphs import GraphDrafter
 from kernels.sampling.generator import gumbel_noise
 from tests.support.engine.steps import Steps
 from tests.support.hardware.tapes import RepeatRecorder
-from tests.support.models.checkpoints import fingerprint, make_checkpoint, reference_model
-from tests.support.models.drafters import (
+from tests.support.models.checkpoints import (
     TENSORS,
+    edit_config,
+    fingerprint,
+    make_checkpoint,
+    reference_model,
+)
+from tests.support.models.drafters import (
     make_draft,
     make_eagle,
     make_eagle3,
@@ -352,9 +358,9 @@ def test_drafts_are_those_of_transformers_layer(
             length += 1 + stood
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+@pytest.fixture
+def llama(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
 
 
 @pytest.mark.parametrize(
@@ -372,8 +378,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_head_for_another_model_is_rejected_by_name(tmp_path, llama, changes, words):
     head = make_eagle(tmp_path / "head", llama)
-    config = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(config | changes))
+    edit_config(head, **changes)
     _check_refused(words, lambda: load(llama, CPU, torch.float32, speculation=_with_head(head)))
 
 
@@ -412,8 +417,7 @@ def test_draft_models_of_transformers_and_with_images_are_rejected_by_name(tmp_p
         (make_vision_checkpoint, "images are not supported"),
     ):
         draft = make(tmp_path / words[:7])
-        config = json.loads((draft / "config.json").read_text())
-        (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
+        edit_config(draft, vocab_size=320)
         with pytest.raises(ConfigError, match=words):
             open_checkpoint(llama, speculation=_with_draft(draft))
 
@@ -492,14 +496,6 @@ def test_a_drafter_of_another_checkpoint_is_kept_in_updates_and_released_with_th
         drafting.refill(model)
 
 
-def _tensors_of(drafter: object) -> list[Tensor]:
+def _tensors_of(drafter: DeviceDrafter) -> list[Tensor]:
     """Return copies of the tensors of a drafter's layers."""
-    parts = list(drafter.decoder.parts) if hasattr(drafter, "decoder") else [drafter.layer]
-    found: list[Tensor] = []
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Tensor):
-            found.append(part.clone())
-        elif is_dataclass(part):
-            parts += [getattr(part, each.name) for each in fields(part)]
-    return found
+    return [each.clone() for each in found(Tensor, list(drafter.parts))]

@@ -32,6 +32,11 @@ def _compiled(monkeypatch):
     devices.use("compiled", monkeypatch)
 
 
+def needs_products(dtype):
+    if not operators_here().multiplies(dtype):
+        pytest.skip("no such compiled product here")
+
+
 def logits(model, stack, **options):
     """Return logits of chunked prompts, of a step with prompts and single tokens, and of single
     tokens."""
@@ -57,8 +62,7 @@ def logits(model, stack, **options):
 )
 @pytest.mark.parametrize("architecture", MODELS)
 def test_one_call_equals_layers_one_by_one(tmp_path, architecture, dtype, quantize, multiplied):
-    if not operators_here().multiplies(multiplied):
-        pytest.skip("no such compiled product here")
+    needs_products(multiplied)
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
     model = load(directory, CPU, dtype, quantize)
     assert isinstance(model.stack, InOneCall)
@@ -88,8 +92,7 @@ def test_one_call_multiplies_4_bit_weights_in_their_stored_form(tmp_path, dtype)
 )
 def test_ranks_sum_in_one_call_like_layer_by_layer(tmp_path, architecture, size, dtype):
     """Seen failing without each of the two sums of a layer."""
-    if not operators_here().multiplies(dtype):
-        pytest.skip("no such compiled product here")
+    needs_products(dtype)
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
     whole = load(directory, CPU, dtype)
 
@@ -106,6 +109,8 @@ def test_ranks_sum_in_one_call_like_layer_by_layer(tmp_path, architecture, size,
 
 
 def test_the_loss_of_a_rank_ends_the_call(tmp_path):
+    needs_products(F32)
+
     class Lost:
         rank, size, sums = 0, 2, 0
 

@@ -1,7 +1,5 @@
 """Every form of a matrix computes its product, within the bounds given here."""
 
-import functools
-
 import pytest
 import torch
 
@@ -23,7 +21,6 @@ from tests.support.models.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
-    make_checkpoint,
 )
 from tests.support.models.weights import nbytes
 
@@ -209,15 +206,6 @@ def test_a_large_matrix_is_quantized_like_its_channels_alone(form):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_bits_of_a_row_in_panels_do_not_depend_on_other_rows(dtype):
-    linear = panels(dtype).hold(Matrix(drawn(200, 1500)))
-    x = drawn(500, 1500, seed=2).to(dtype)
-    together = linear.apply(x)
-    for start, end in ((0, 1), (5, 7), (383, 386), (100, 480)):
-        assert torch.equal(linear.apply(x[start:end]), together[start:end])
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sums_in_int8_panels_equal_those_of_integers(dtype):
     weight, bias, x = (
         drawn(130, 999),
@@ -277,18 +265,6 @@ def taken_by(decoder):
     return nbytes((ends.embedding, ends.norm, *decoder.layers, *([] if shared else [ends.head])))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Return a function that opens the checkpoint of an architecture. All tests share the files."""
-
-    @functools.cache
-    def made(architecture, tied):
-        directory = tmp_path_factory.mktemp(architecture)
-        return make_checkpoint(directory, architecture, tie_word_embeddings=tied)
-
-    return lambda *how: open_checkpoint(made(*how))
-
-
 @pytest.mark.parametrize(
     "dtype, quantize",
     [(F32, "none"), (BF16, "none"), pytest.param(BF16, "int8", marks=multiplies_int8)],
@@ -302,6 +278,6 @@ def test_weights_take_the_memory_reported_before_loading(
     checkpoint, monkeypatch, architecture, tied, products, dtype, quantize
 ):
     test_devices.use(products, monkeypatch)
-    loadable = checkpoint(architecture, tied)
+    loadable = open_checkpoint(checkpoint(architecture, tie_word_embeddings=tied))
     decoder = loadable.load(LoadTarget(CPU, dtype, quantize))
     assert loadable.weight_bytes(LoadTarget(CPU, dtype, quantize)) == taken_by(decoder)

@@ -1,45 +1,37 @@
 """Required files of a model directory, errors when they are missing, and the model's
 fingerprint."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from engine.models import load, tokenizer_hash
 from engine.models.families import read_decoder
-from tests.support.models.checkpoints import END_TOKEN_ID, fingerprint, make_checkpoint, read_spec
+from tests.support.models.checkpoints import (
+    END_TOKEN_ID,
+    edit_config,
+    edit_tensors,
+    fingerprint,
+    make_checkpoint,
+    read_spec,
+)
 from tests.support.models.drafters import make_hybrid_mtp
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3")
+@pytest.fixture
+def pristine(checkpoint):
+    return checkpoint("qwen3")
 
 
 @pytest.fixture
 def directory(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "copy")
-
-
-def edit(directory, name="config.json", /, **changes):
-    """Change fields of a JSON file. The value ... removes a field."""
-    path = directory / name
-    fields = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
-
-
-def edit_tensors(directory, change):
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
 
 
 def load_error(directory):
@@ -94,8 +86,8 @@ def test_a_wrong_configuration_is_reported_by_field(
 ):
     if architecture != "qwen3":
         directory = make_checkpoint(tmp_path / "other", architecture)
-    edit(directory, "generation_config.json", eos_token_id=...)
-    edit(directory, **changes)
+    edit_config(directory, "generation_config.json", eos_token_id=...)
+    edit_config(directory, **changes)
     message = load_error(directory)
     assert all(word in message for word in words), message
 
@@ -173,29 +165,20 @@ def test_an_invalid_index_is_rejected(directory, index):
 def test_eos_comes_from_the_generation_config_then_from_the_config(
     directory, generation, config, expected
 ):
-    edit(directory, "generation_config.json", eos_token_id=generation)
-    edit(directory, eos_token_id=config)
+    edit_config(directory, "generation_config.json", eos_token_id=generation)
+    edit_config(directory, eos_token_id=config)
     assert read_spec(directory).eos_token_ids == expected
 
 
 def test_eos_may_be_only_in_the_text_config(directory):
-    edit(directory, "generation_config.json", eos_token_id=...)
-    edit(directory, eos_token_id=..., text_config={"eos_token_id": [4]})
+    edit_config(directory, "generation_config.json", eos_token_id=...)
+    edit_config(directory, eos_token_id=..., text_config={"eos_token_id": [4]})
     assert read_spec(directory).eos_token_ids == (4,)
 
 
 def test_a_generation_config_is_not_required(directory):
     (directory / "generation_config.json").unlink()
     assert read_spec(directory).eos_token_ids == (END_TOKEN_ID,)
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [(..., "silu"), ("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")],
-)
-def test_activations_have_transformers_names(directory, name, expected):
-    edit(directory, hidden_act=name)
-    assert read_decoder(directory).layers[0].ffn.activation == expected
 
 
 @pytest.mark.parametrize(
@@ -211,7 +194,7 @@ def test_activations_have_transformers_names(directory, name, expected):
 )
 def test_windows_are_filled_in_like_by_transformers(tmp_path, architecture, changes, expected):
     directory = make_checkpoint(tmp_path, architecture)
-    edit(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
+    edit_config(directory, **({"sliding_window": ..., "layer_types": ...} | changes))
     assert tuple(layer.mixer.window for layer in read_decoder(directory).layers) == expected
 
 
@@ -220,15 +203,15 @@ def test_the_draft_layer_of_deepseek_v3_is_left_out(tmp_path):
     edit_tensors(
         directory, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(2)})
     )
-    edit(directory, num_nextn_predict_layers=1)
+    edit_config(directory, num_nextn_predict_layers=1)
     assert len(load(directory, CPU, torch.float32).layers) == 2
-    edit(directory, num_nextn_predict_layers=0)
+    edit_config(directory, num_nextn_predict_layers=0)
     assert "model.layers.2.eh_proj.weight" in load_error(directory)
 
 
 def test_yarn_extends_the_context_from_its_original_length(directory):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    edit(directory, rope_parameters=rope)
+    edit_config(directory, rope_parameters=rope)
     assert read_spec(directory).context_length == 4096
 
 
@@ -246,11 +229,11 @@ def test_fingerprints_differ_in_the_field_that_differs(pristine, directory, tmp_
         actual = fingerprint(directory)
         return {name for name in expected if actual[name] != expected[name]}
 
-    edit(directory, eos_token_id=3, dtype="bfloat16")
+    edit_config(directory, eos_token_id=3, dtype="bfloat16")
     assert differing() == set()
-    edit(directory, rms_norm_eps=1e-5)
+    edit_config(directory, rms_norm_eps=1e-5)
     assert differing() == {"config"}
-    edit(directory, rms_norm_eps=1e-6)
+    edit_config(directory, rms_norm_eps=1e-6)
     edit_tensors(directory, lambda t: t["model.layers.1.mlp.up_proj.weight"].mul_(2))
     assert differing() == {"weights"}
 

@@ -2,8 +2,6 @@
 
 import functools
 import random
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from engine.models.linear import onednn
 from tests.support.engine.steps import Recorder, Steps, logits_after
 from tests.support.hardware import devices
 from tests.support.hardware.devices import CPU_AND_CUDA
-from tests.support.models.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
+from tests.support.models.checkpoints import ARCHITECTURES, VOCABULARY_SIZE
 
 CPU = torch.device("cpu")
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
@@ -31,12 +29,14 @@ def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
     return logits_after(model, tokens, ends).float()
 
 
-@functools.cache
-def exact_logits(architecture: str) -> torch.Tensor:
-    """Return the logits in float32 of the checkpoint with this architecture."""
-    with tempfile.TemporaryDirectory() as directory:
-        model = load(make_checkpoint(Path(directory), architecture), CPU, torch.float32)
-        return logits_of(model, drawn_tokens())
+@pytest.fixture(scope="module")
+def exact_logits(checkpoint):
+    """Return a function that returns the logits of an architecture in float32."""
+    return functools.cache(
+        lambda architecture: logits_of(
+            load(checkpoint(architecture), CPU, torch.float32), drawn_tokens()
+        )
+    )
 
 
 def drawn_tokens() -> list[int]:
@@ -49,11 +49,11 @@ def drawn_tokens() -> list[int]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype, quantize, largest, usual", BOUNDS)
 def test_logits_are_close_to_those_in_float32(
-    tmp_path, monkeypatch, dtype, quantize, largest, usual, architecture, products
+    checkpoint, exact_logits, monkeypatch, dtype, quantize, largest, usual, architecture, products
 ):
     exact = exact_logits(architecture)
     devices.use(products, monkeypatch)
-    model = load(make_checkpoint(tmp_path, architecture), CPU, dtype, quantize)
+    model = load(checkpoint(architecture), CPU, dtype, quantize)
     error = (logits_of(model, drawn_tokens()) - exact) / exact.std()
     assert error.abs().max() <= largest
     assert error.square().mean().sqrt() <= usual
@@ -69,8 +69,10 @@ NARROW_BOUNDS = {torch.float8_e4m3fn: 0.15, torch.float8_e5m2: 0.4}
 
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 @pytest.mark.parametrize("kind, backend", NARROW)
-def test_logits_over_kv_in_8_bits_are_close_to_those_over_exact_kv(tmp_path, kind, backend, device):
-    model = Recorder(load(make_checkpoint(tmp_path, kind), device, torch.float32, backend=backend))
+def test_logits_over_kv_in_8_bits_are_close_to_those_over_exact_kv(
+    checkpoint, kind, backend, device
+):
+    model = Recorder(load(checkpoint(kind), device, torch.float32, backend=backend))
 
     def logits(kept_in):
         model.seen.clear()

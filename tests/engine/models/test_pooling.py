@@ -7,13 +7,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.errors import ConfigError, InvalidRequest
+from common.errors import InvalidRequest
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason, Request
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
-from engine.models import load
 from tests.engine.ranks.scheduler_role import SchedulerRole
 from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import cpu_config
@@ -76,20 +75,15 @@ def pools():
         engine.backend.stream.close()
 
 
-@pytest.fixture(scope="module")
-def generator(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("generator"), "qwen3")
+@pytest.fixture
+def generator(checkpoint):
+    return checkpoint("qwen3")
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    return make_checkpoint(
-        tmp_path_factory.mktemp("classifier"),
-        "llama",
-        made_by=AutoModelForSequenceClassification,
-        num_labels=3,
-        pad_token_id=0,
-    )
+@pytest.fixture
+def classifier(checkpoint):
+    made_by = AutoModelForSequenceClassification
+    return checkpoint("llama", made_by=made_by, num_labels=3, pad_token_id=0)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -181,13 +175,12 @@ def test_a_decoder_saved_without_a_head_is_pooled(pools, tmp_path, tied):
     close(rig.pooled[request.key], states(tmp_path, text)[-1])
 
 
-def test_a_model_of_the_transformers_backend_is_pooled(pools, tmp_path):
-    make_checkpoint(tmp_path, "qwen3")
-    rig = pools(tmp_path, backend="transformers")
+def test_a_model_of_the_transformers_backend_is_pooled(pools, generator):
+    rig = pools(generator, backend="transformers")
     (text,) = prompts(40)
     request = rig.ask(text, MEAN)
     rig.run()
-    close(rig.pooled[request.key] / len(text), states(tmp_path, text).mean(dim=0))
+    close(rig.pooled[request.key] / len(text), states(generator, text).mean(dim=0))
 
 
 def test_results_that_need_a_missing_head_are_rejected(pools, generator, classifier):
@@ -201,8 +194,3 @@ def test_results_that_need_a_missing_head_are_rejected(pools, generator, classif
         limits.check_sampling(SamplingParams(max_tokens=1, seed=0))
     with pytest.raises(InvalidRequest, match="no language model head"):
         limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (1,)))
-
-
-def test_a_classifier_of_the_transformers_backend_is_rejected(classifier):
-    with pytest.raises(ConfigError, match="classifiers are only supported"):
-        load(classifier, torch.device("cpu"), torch.float32, backend="transformers")

@@ -3,7 +3,6 @@ rejected."""
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from engine.models.weights import stored, survey
 from tests.engine.models.test_linear import taken_by
 from tests.support.engine.steps import logits_after, prompt
 from tests.support.hardware.devices import use
-from tests.support.models.checkpoints import fingerprint, make_checkpoint
+from tests.support.models.checkpoints import edit_config, fingerprint
 from tests.support.models.quantized_checkpoints import (
     FORMATS,
     INT8,
@@ -37,13 +36,13 @@ CPU = torch.device("cpu")
 multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("floats"), "llama")
+@pytest.fixture
+def source(checkpoint):
+    return checkpoint("llama")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
+def made(checkpoint, tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
     """Return a function that returns a quantized model of an architecture, and its float twin.
     All tests share them."""
 
@@ -51,13 +50,9 @@ def made(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
     def of(architecture: str, name: str) -> tuple[Path, Path]:
         root = tmp_path_factory.mktemp("quantised")
         if name == "mxfp4":
-            return in_mxfp4(
-                make_checkpoint(root / "floats", architecture, num_local_experts=3), root
-            )
+            return in_mxfp4(checkpoint(architecture, num_local_experts=3), root)
         sizes = {} if architecture == "llama" else {"moe_intermediate_size": 64}
-        return requantised(
-            make_checkpoint(root / "floats", architecture, **sizes), root, FORMATS[name]
-        )
+        return requantised(checkpoint(architecture, **sizes), root, FORMATS[name])
 
     return of
 
@@ -72,12 +67,6 @@ def twin_logits(made) -> Callable[[str, str], torch.Tensor]:
 def dequantised(monkeypatch):
     """Use a processor that does not multiply bytes."""
     monkeypatch.setattr(choose, "_int8", lambda device: None)
-
-
-def described_as(directory, config):
-    """Change the description of quantized weights in config.json."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
 
 
 def logits(directory, dtype=torch.float32):
@@ -277,7 +266,7 @@ def _weights(**changes):
 )
 def test_unsupported_formats_are_rejected_by_name(source, tmp_path, config, words):
     quantised, _ = requantised(source, tmp_path, FORMATS["awq"])
-    described_as(quantised, config)
+    edit_config(quantised, quantization_config=config)
     with pytest.raises(ConfigError) as error:
         load(quantised, CPU, torch.float32)
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -290,7 +279,7 @@ def test_tensors_of_another_format_are_reported_for_transformers_classes_too(tmp
         ({"quant_method": "gptq", "bits": 4, "group_size": 32}, r"proj\.\w+ has shape"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' are not supported"),
     ):
-        described_as(quantised, said)
+        edit_config(quantised, quantization_config=said)
         with pytest.raises(ConfigError, match=words):
             load(quantised, CPU, torch.float32)
 

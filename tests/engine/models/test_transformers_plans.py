@@ -18,7 +18,7 @@ from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import onednn
 from engine.models.spec import LoadTarget
-from engine.models.transformers_backend.held import WeightHolder
+from engine.models.transformers_backend.held import parts_of
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
 from engine.ranks import WHOLE, Share
@@ -87,14 +87,9 @@ def compute(directory: Path, share: Share, model: TransformersModel | None = Non
 
 
 def nbytes(model: TransformersModel) -> int:
-    modules = [each for part in model.modules for each in part.modules()]
-    tensors = [
-        each
-        for module in modules
-        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    ]
-    storages = [each.untyped_storage() for each in tensors]
-    held = [each.linear for each in modules if isinstance(each, WeightHolder)]
+    parts = parts_of(model.modules)
+    storages = [each.untyped_storage() for each in parts if isinstance(each, Tensor)]
+    held = [each for each in parts if not isinstance(each, Tensor)]
     return weights.nbytes(held) + sum(
         {each.data_ptr(): each.nbytes() for each in storages}.values()
     )

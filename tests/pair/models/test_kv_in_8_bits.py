@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.pair.conftest import Known
 from tests.pair.rig import Loaded, PairRig, Size, prompt
-from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import edit_tensors, make_checkpoint
 
 LONG = 150
 NUM_TOKENS = 20
@@ -48,13 +47,13 @@ def test_pages_are_half_as_large_as_of_16_bits_and_a_quarter_of_32(known):
 
 
 def with_scales(directory: Path, key: float, value: float) -> Loaded:
-    path = make_checkpoint(directory, "qwen3") / "model.safetensors"
-    tensors = load_file(path)
-    layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
-    for layer in layers:
-        tensors[f"{layer}.self_attn.k_scale"] = torch.tensor(key)
-        tensors[f"{layer}.self_attn.v_scale"] = torch.tensor([value])
-    save_file(tensors, path)
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        layers = {name.partition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
+        for layer in layers:
+            tensors[f"{layer}.self_attn.k_scale"] = torch.tensor(key)
+            tensors[f"{layer}.self_attn.v_scale"] = torch.tensor([value])
+
+    edit_tensors(make_checkpoint(directory, "qwen3"), change)
     return Loaded.from_directory(directory)
 
 

@@ -4,13 +4,15 @@ transformers makes them and is also the oracle: `greedy_tokens` returns what it 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.utils.logging
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -31,6 +33,7 @@ NATIVE_ARCHITECTURES = (
     *LATENT_ARCHITECTURES,
 )
 GEMMA_3_LAYERS = [*("sliding_attention",) * 2, "full_attention", "sliding_attention"]
+TENSORS = "model.safetensors"
 SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 END_TOKEN_ID = 256  # after the 256 bytes
 VOCABULARY_SIZE = 320  # includes ids that the tokenizer lacks, as in real checkpoints
@@ -177,6 +180,21 @@ def make_tokenizer(directory: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0])
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
+
+
+def edit_config(directory: Path, name: str = "config.json", /, **changes: object) -> None:
+    """Change fields of a JSON file. The value ... removes a field."""
+    path = directory / name
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the stored tensors of a checkpoint, by name."""
+    path = directory / TENSORS
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def to_transformers_4(directory: Path) -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from engine.batch.batch import Ints
 from engine.speculative import DraftPolicy, Speculator
-from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.checkpoints import TENSORS, edit_config, make_checkpoint
 from tests.support.models.vision import make_vision_checkpoint
 
 Foretell = Callable[[list[int], int], list[int]]  # returns the next `count` tokens after these
 KINDS = ("right", "wrong", "random")
-TENSORS = "model.safetensors"
 _TO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 FOLLOWED_SIZE = 320  # hidden size of a `make_followed` model, equal to its vocabulary
 
@@ -118,8 +117,7 @@ def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
     tensors["d2t"] = torch.arange(known) + 1  # number n is token 2n + 1
     tensors["t2d"] = torch.arange(2 * known) % 2 == 1
     save_file(tensors, directory / TENSORS)
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known}
-    (directory / "config.json").write_text(json.dumps(config))
+    edit_config(directory, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=known)
     return directory
 
 
@@ -146,7 +144,7 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
     own[f"{mine}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     own[f"{mine}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors | own, model / TENSORS, {"format": "pt"})
-    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    edit_config(model, num_nextn_predict_layers=1)
     return model
 
 

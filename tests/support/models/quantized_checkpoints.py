@@ -3,7 +3,6 @@
 Each has a twin with the dequantised values as floats. Both must compute the same.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.support.models.checkpoints import edit_config
 
 MODULES = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 GROUP = 32
@@ -51,9 +52,7 @@ def requantised(
     for where, tensors in ((quantised, stored), (twin, meant)):
         shutil.copytree(source, where)
         save_file(tensors, where / "model.safetensors")
-    path = quantised / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": form.config}
-    path.write_text(json.dumps(config))
+    edit_config(quantised, quantization_config=form.config)
     return quantised, twin
 
 
@@ -73,9 +72,7 @@ def in_mxfp4(source: Path, directory: Path) -> tuple[Path, Path]:
         meant[name] = floats.contiguous()
     save_file(stored, quantised / "model.safetensors")
     save_file(meant, twin / "model.safetensors")
-    path = quantised / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(config))
+    edit_config(quantised, quantization_config={"quant_method": "mxfp4"})
     return quantised, twin
 
 
