@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.models.blocks.attention import rows_of
+from engine.models.blocks.attention import attention_plan
+from engine.models.blocks.layer import KeptStates, ModelStep
 from kernels.attention.arguments import AttentionKind, Scoring
-from kernels.attention.paged import AttentionPlan, paged_attention
-from kernels.backends.chosen import operations
+from kernels.attention.paged import paged_attention
 from kernels.pages.store_kv import store_kv
 
 # transformers has no mask function under this name, so classes create no mask.
@@ -31,40 +31,23 @@ class CurrentStep(threading.local):
     """The current step of one model in this thread, shared by its layers."""
 
     def __init__(self) -> None:
-        self._batch: ForwardBatch | None = None
+        self._step: ModelStep | None = None
         self._pool: KVPool | None = None
-        self._plans: dict[tuple[int, AttentionKind], AttentionPlan] = {}
 
     @contextmanager
     def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
         """Set the batch and pool for layers that run inside the context."""
-        self._batch, self._pool = batch, pool
+        self._step, self._pool = ModelStep(batch), pool
         try:
             yield
         finally:
-            self._batch = self._pool = None
-            self._plans.clear()
+            self._step = self._pool = None
 
-    @property
-    def batch(self) -> ForwardBatch:
-        assert self._batch is not None, "attention outside of a step"
-        return self._batch
-
-    def pages(self, layer: int) -> Tensor:
-        assert self._pool is not None, "attention outside of a step"
-        return self._pool.layers[layer]
-
-    def table(self, layer: int) -> int:
-        """Return the index of the batch's page table for the layer."""
-        assert self._pool is not None, "attention outside of a step"
-        return self._pool.layout.places[layer].table
-
-    def plan(self, table: int, kv: Tensor, kind: AttentionKind) -> AttentionPlan:
-        key = (table, kind)
-        if key not in self._plans:
-            rows = rows_of(self.batch, table)
-            self._plans[key] = operations().plan_attention(rows, kv, kind)
-        return self._plans[key]
+    def at(self, layer: int) -> tuple[ModelStep, KeptStates]:
+        """Return the step, and the memory of a layer."""
+        pool = self._pool
+        assert self._step is not None and pool is not None, "attention outside of a step"
+        return self._step, KeptStates(pool.layers[layer], pool.tables[layer], {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +71,12 @@ class PagedLayer:
             q, k, v: [heads, num_tokens, head_dim], after norms and rotation. The numbers of heads
                 may differ, and also the head_dim of v.
         """
-        kv, table = self.step.pages(self.place), self.step.table(self.place)
+        step, kept = self.step.at(self.place)
+        kv = kept.view
         if self.stores:
-            store_kv(k.transpose(0, 1), v.transpose(0, 1), kv, self.step.batch.locations[table])
-        plan = self.step.plan(table, kv, AttentionKind(q.shape[0], self.window))
+            locations = step.batch.locations[kept.table]
+            store_kv(k.transpose(0, 1), v.transpose(0, 1), kv, locations)
+        plan = attention_plan(step, kept, AttentionKind(q.shape[0], self.window))
         wide = F.pad(q, (0, kv.shape[4] - q.shape[2])).transpose(0, 1)
         out = paged_attention(wide, kv, plan, scoring)
         return out.view(q.shape[1], q.shape[0], kv.shape[4])[..., : v.shape[2]]
