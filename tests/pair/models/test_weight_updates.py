@@ -61,6 +61,15 @@ def pause(rig, *nodes, mode="retract"):
         assert not call_node(rig, node, PauseGeneration(PauseMode(mode))).error
 
 
+def updated(rig, *nodes, path="new"):
+    """Update the weights of nodes, by default of all, during a pause."""
+    pause(rig, *nodes)
+    for node in nodes or rig.nodes:
+        put(rig, node, path)
+        assert node.pages("cache") == 0
+    resumed(rig, *nodes)
+
+
 def ask(rig, *, count=8):
     asked = rig.ask(PROMPT, count)
     rig.run(asked)
@@ -70,18 +79,11 @@ def ask(rig, *, count=8):
 def test_kv_of_the_previous_weights_is_not_found(rig, greedy):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     assert ask(rig).cached_tokens > 0
-    pause(rig)
-    for node in rig.nodes:
-        put(rig, node)
-        assert node.pages("cache") == 0
-    resumed(rig)
+    updated(rig)
     again = ask(rig)
     assert (again.tokens, again.cached_tokens) == (greedy("new", PROMPT, 8), 0)
     assert ask(rig).cached_tokens > 0
-    pause(rig)
-    for node in rig.nodes:
-        put(rig, node, "old")
-    resumed(rig)
+    updated(rig, path="old")
     back = ask(rig)
     assert (back.tokens, back.cached_tokens) == (greedy("old", PROMPT, 8), 0)
 
@@ -108,17 +110,13 @@ def test_nodes_with_different_weights_do_not_pair_until_they_have_the_same(rig, 
     (producer,), (consumer,) = rig.prefill, rig.decode
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     early, late = (producer, consumer) if first == "prefill" else (consumer, producer)
-    pause(rig, early)
-    put(rig, early)
-    resumed(rig, early)
+    updated(rig, early)
     rig.until(lambda: not consumer.control.links, "the pair has ended")
     rig.flush(*rig.nodes)
     alone, handed = ask(rig), producer.count("handoffs_completed")
     name = "new" if early is consumer else "old"
     assert (alone.tokens, alone.cached_tokens) == (greedy(name, PROMPT, 8), 0)
-    pause(rig, late)
-    put(rig, late)
-    resumed(rig, late)
+    updated(rig, late)
     rig.until_paired()
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
@@ -139,15 +137,12 @@ def test_updated_weights_equal_those_of_a_node_that_was_started_with_them(shelf,
     with PairRig(loaded, **sizes, own_models=True, paired=False) as rig:
         (producer,), (consumer,) = rig.prefill, rig.decode
         changed, started = (consumer, producer) if fresh == "prefill" else (producer, consumer)
-        pause(rig, changed)
-        assert put(rig, changed) == started.control.weights
-        resumed(rig, changed)
+        updated(rig, changed)
+        assert changed.control.weights == started.control.weights
         rig.until_paired()
         assert ask(rig).tokens == greedy("new", PROMPT, 8)
         assert producer.count("handoffs_completed") == 1
-        pause(rig, changed)
-        put(rig, changed, "old")
-        resumed(rig, changed)
+        updated(rig, changed, path="old")
         rig.until(lambda: not consumer.control.links, "the pair has ended")
 
 
