@@ -17,8 +17,7 @@ from engine.models.blocks.experts import DenseBlock
 from engine.models.blocks.layer import KeptStates, Layer, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
-from engine.models.linear.code_panels import CodePanels
-from engine.models.linear.panels import Int8Panels, Panels
+from engine.models.linear.panels import CodePanels, Int8Panels, Panels
 from kernels.attention.paged import check_kv
 from kernels.cpu.layers import (
     CompiledLayer,

@@ -12,14 +12,12 @@ from torch import Tensor
 from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.linear import onednn
-from engine.models.linear.code_panels import CodePanelForm
-from engine.models.linear.dense import DenseForm
+from engine.models.linear.dense import DenseForm, WeightOnlyForm
 from engine.models.linear.int8 import Int8Form, RoundingForm
 from engine.models.linear.matrix import INT8, Matrix
 from engine.models.linear.onednn import PackedForm
-from engine.models.linear.panels import Int8PanelForm, PanelForm
+from engine.models.linear.panels import CodePanelForm, Int8PanelForm, PanelForm
 from engine.models.linear.protocol import Form, Linear
-from engine.models.linear.weight_only import WeightOnlyForm
 from engine.models.spec import LoadTarget
 from kernels import device as devices
 from kernels.quantised import QuantFormat, widens

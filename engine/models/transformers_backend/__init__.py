@@ -24,8 +24,7 @@ from engine.models.quantized.protocol import Scheme
 from engine.models.refill import drain, found, refill
 from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep, PagedLayer, attach
-from engine.models.transformers_backend.held import hold, parts_of
-from engine.models.transformers_backend.loading import read_model
+from engine.models.transformers_backend.loading import hold, parts_of, read_model
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.parts import connect
 from engine.models.transformers_backend.skeleton import (

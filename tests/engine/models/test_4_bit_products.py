@@ -7,8 +7,8 @@ import torch
 
 from engine.models.linear import Matrix, StoredExpert, joined
 from engine.models.linear.choose import AsStoredForm
-from engine.models.linear.code_panels import CodePanelForm, CodePanels
 from engine.models.linear.dense import DenseForm, DenseLinear
+from engine.models.linear.panels import CodePanelForm, CodePanels
 from kernels.quantised import QuantFormat
 from tests.support.hardware.devices import CPU, operators_here
 

@@ -6,11 +6,10 @@ import torch
 from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.linear import Matrix, StoredExpert, form_of, onednn
-from engine.models.linear.dense import DenseForm, DenseLinear
+from engine.models.linear.dense import DenseForm, DenseLinear, WeightOnlyForm
 from engine.models.linear.int8 import Int8Form, rounded
 from engine.models.linear.onednn import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
-from engine.models.linear.weight_only import WeightOnlyForm
 from engine.models.spec import LoadTarget
 from kernels import device as devices
 from kernels.experts.routing import Routing, route

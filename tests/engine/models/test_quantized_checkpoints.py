@@ -15,8 +15,8 @@ from engine.models import load, open_checkpoint
 from engine.models.families import read_decoder
 from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
-from engine.models.linear.code_panels import CodePanels
-from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
+from engine.models.linear.dense import WeightOnlyForm, WeightOnlyLinear
+from engine.models.linear.panels import CodePanels
 from engine.models.spec import NOT_QUANTISED, LoadTarget
 from engine.models.weights import stored, survey
 from tests.engine.models.test_linear import taken_by

@@ -16,7 +16,7 @@ from engine.models import load, open_checkpoint
 from engine.models.linear.dense import DenseForm
 from engine.models.spec import LoadTarget
 from engine.models.transformers_backend import attention
-from engine.models.transformers_backend.held import hold
+from engine.models.transformers_backend.loading import hold
 from engine.models.transformers_backend.skeleton import products
 from tests.engine.models.test_model_precision import logits_of
 from tests.engine.models.test_updated_weights import TOKENS, int8

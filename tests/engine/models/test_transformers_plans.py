@@ -18,7 +18,7 @@ from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import onednn
 from engine.models.spec import LoadTarget
-from engine.models.transformers_backend.held import parts_of
+from engine.models.transformers_backend.loading import parts_of
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.plan import ParameterCut
 from engine.ranks import WHOLE, Share

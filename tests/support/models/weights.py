@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.models.blocks.rotation import Rotation
-from engine.models.linear.code_panels import CodePanels
+from engine.models.linear.panels import CodePanels
 from kernels.cpu.layers import PanelMatrix
 from kernels.layers.by_head import HeadMatrices
 
