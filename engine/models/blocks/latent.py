@@ -223,20 +223,15 @@ def _plans_of(
     decode rows are expanded, or none."""
     if expansion is None:
         return _LatentPlans(None, attention_plan(step, kept, kind))
-    return step.shared.get(
-        (kept.table, expansion.keys.shape),
-        lambda: _parted(step, kept, expansion, kind),
-    )
 
+    def parted() -> _LatentPlans:
+        rows = rows_of(step.batch, kept.table)
+        chunks = plan_expanded(rows.extends(), kept.view, expansion, step.batch.extends)
+        if chunks is None:
+            return _LatentPlans(None, attention_plan(step, kept, kind))
+        return _LatentPlans(chunks, operations().plan_attention(rows.decodes(), kept.view, kind))
 
-def _parted(
-    step: ModelStep, kept: KeptStates, expansion: LatentExpansion, kind: AttentionKind
-) -> _LatentPlans:
-    rows = rows_of(step.batch, kept.table)
-    chunks = plan_expanded(rows.extends(), kept.view, expansion, step.batch.extends)
-    if chunks is None:
-        return _LatentPlans(None, attention_plan(step, kept, kind))
-    return _LatentPlans(chunks, operations().plan_attention(rows.decodes(), kept.view, kind))
+    return step.shared.get((kept.table, expansion.keys.shape), parted)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:
