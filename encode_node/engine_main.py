@@ -28,9 +28,8 @@ from engine.load import (
 )
 from engine.meters import image_gauges
 from engine.models import tokenizer_hash
-from engine.models.vision.encoder import VisionInput
 from engine.models.vision.encoder_thread import EncoderThread
-from engine.models.vision.seeing import VisionTower
+from engine.models.vision.seeing import VisionInput, VisionTower
 from engine.sizing import whole_layout
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool

@@ -41,7 +41,7 @@ from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
 from engine.models.refill import refill
 from engine.models.spec import LoadTarget, ModelSpec
-from engine.models.vision.encoder import VisionInput
+from engine.models.vision.seeing import VisionInput
 from engine.models.weights import StoredDecoder
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds

@@ -20,8 +20,7 @@ from engine.models.drafting import DraftSpec
 from engine.models.families import read_decoder
 from engine.models.refill import drain, found
 from engine.models.spec import LoadTarget, ModelSpec
-from engine.models.vision.encoder import VisionInput
-from engine.models.vision.seeing import ReceivingTower
+from engine.models.vision.seeing import ReceivingTower, VisionInput
 from engine.models.weights import StoredDecoder
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots

@@ -32,7 +32,7 @@ from common.limits import MAX_PIXEL_BYTES
 from common.model_directory import vision_files
 from common.requests.images import check_images, from_proto
 from common.rpc import MAX_MESSAGE_BYTES
-from engine.models.vision.encoder import encoder_inputs
+from engine.models.vision.seeing import encoder_inputs
 from protos import router_pb2, router_pb2_grpc
 from tests.api.rig import Api, api_for
 from tests.support.hardware.devices import CPU
