@@ -8,12 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-)
 
 from common.config import LoraConfig
 from engine.models import load
@@ -284,22 +278,3 @@ def test_half_precision_is_close_to_float32(tmp_path, dtype, architecture):
     )
     assert rounded.dtype == (torch.float32 if architecture == "gemma2" else dtype)
     assert (exact - rounded).abs().max() < 0.05 * exact.std()
-
-
-@pytest.mark.parametrize(
-    "architecture, whole",
-    [
-        ("qwen3_5_text", (Qwen3_5Config, Qwen3_5ForConditionalGeneration)),
-        ("qwen3_5_moe_text", (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)),
-    ],
-)
-def test_a_checkpoint_with_images_serves_text(tmp_path, architecture, whole):
-    text = reference_model(make_checkpoint(tmp_path / "text", architecture))
-    config, model = whole
-    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    with_images = model(config(text_config=text.config.to_dict(), vision_config=sizes))
-    with_images.model.language_model.load_state_dict(text.model.state_dict())
-    with_images.lm_head.load_state_dict(text.lm_head.state_dict())
-    with_images.save_pretrained(tmp_path / "whole")
-    models = [load(tmp_path / name, CPU, torch.float32) for name in ("text", "whole")]
-    assert torch.equal(*(logits_after(model, prompt(40)) for model in models))
