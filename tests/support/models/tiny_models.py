@@ -18,81 +18,32 @@ from tests.support.models.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make
 CONTEXT = 512
 WINDOW = 24  # tokens of windows, and of attention by chunks
 _HIDDEN, _INNER, _HEADS, _LAYERS, _EXPERTS = 64, 96, 4, 4, 8
-_SIZES: Mapping[str, object] = {
-    "vocab_size": VOCABULARY_SIZE,
-    **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"),
-        _HIDDEN,
-    ),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-            "mlp_intermediate_size",
-            "ffn_hidden_size",
-            "ffn_dim",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "n_inner",
-            "d_ff",
-            "dff",
-        ),
-        _INNER,
-    ),
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "expert_intermediate_size",
-            "expert_ffn_hidden_size",
-            "shared_intermediate_size",
-            "shared_expert_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-        ),
-        32,
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"), _LAYERS
-    ),
-    "encoder_layers": 2,
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-        ),
-        _HEADS,
-    ),
-    "num_key_value_heads": 2,
-    **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "v_head_dim", "qk_nope_head_dim"), 16),
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 24,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"), CONTEXT
-    ),
-    "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS
-    ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2
-    ),
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "decoder_start_token_id": 1,
-    "eos_token_id": END_TOKEN_ID,
-    "is_decoder": True,
-}
+# Names of fields in configurations, by value.
+_NAMES = (
+    (VOCABULARY_SIZE, "vocab_size"),
+    (_HIDDEN, "hidden_size n_embd d_model embed_dim word_embed_proj_dim embedding_size"),
+    (_INNER, "intermediate_size intermediate_size_mlp dense_intermediate_size n_inner d_ff dff"),
+    (_INNER, "mlp_intermediate_size ffn_hidden_size ffn_dim decoder_ffn_dim encoder_ffn_dim"),
+    (32, "moe_intermediate_size expert_intermediate_size expert_ffn_hidden_size"),
+    (32, "shared_intermediate_size shared_expert_intermediate_size"),
+    (32, "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank"),
+    (_LAYERS, "num_hidden_layers n_layer num_layers n_layers decoder_layers"),
+    (2, "encoder_layers num_key_value_heads n_group"),
+    (_HEADS, "num_attention_heads n_head n_heads num_heads"),
+    (_HEADS, "decoder_attention_heads encoder_attention_heads"),
+    (16, "head_dim kv_channels d_kv v_head_dim qk_nope_head_dim"),
+    (8, "qk_rope_head_dim"),
+    (24, "qk_head_dim"),
+    (CONTEXT, "max_position_embeddings n_positions n_ctx seq_length max_seq_len"),
+    (WINDOW, "sliding_window attention_chunk_size"),
+    (_EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts"),
+    (1, "n_shared_experts topk_group first_k_dense_replace bos_token_id decoder_start_token_id"),
+    (0, "pad_token_id"),
+    (END_TOKEN_ID, "eos_token_id"),
+    (True, "is_decoder"),
+)
+_SIZES = {name: value for value, names in _NAMES for name in names.split()}
 # Further settings that a class needs to be tiny.
 _OWN: Mapping[str, Mapping[str, object]] = {
     "dbrx": {
