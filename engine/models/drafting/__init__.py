@@ -1,7 +1,7 @@
 """Drafters on the device: draft layers, which predict tokens from hidden states, and draft
 models."""
 
-from engine.models.drafting.block import BodySpec, DraftSpec, InnerNorms
+from engine.models.drafting.block import BodySpec, DraftSpec, Eagle3Spec, InnerNorms
 from engine.models.drafting.drawing import (
     EagerDrafts,
     drawn,
@@ -11,7 +11,6 @@ from engine.models.drafting.drawing import (
     sample_places,
     view_of,
 )
-from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
 from engine.models.drafting.protocol import (
     DeviceDrafter,
