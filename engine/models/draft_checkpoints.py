@@ -42,9 +42,7 @@ from engine.models.quantized import scheme_of
 from engine.models.refill import refill
 from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.vision.seeing import VisionInput
-from engine.models.weights import StoredDecoder
-from engine.models.weights.reader import TensorReader
-from engine.models.weights.survey import TensorInventory, TensorNeeds
+from engine.models.weights import StoredDecoder, TensorInventory, TensorNeeds, TensorReader
 
 DRAFT_FLAG = "engine.speculative.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the target model's own, or unused

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
-from engine.models import load, open_checkpoint
+from engine.models import load, open_checkpoint, weights
 from engine.models.checkpoint import SINGLE, Checkpoint, OpenFiles
 from engine.models.linear import onednn
 from engine.models.spec import LoadTarget
-from engine.models.weights import reader
 from tests.support.models.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -136,8 +135,8 @@ def test_every_tensor_is_prefetched_before_it_is_read_and_not_all_at_once(tmp_pa
     tensors = Checkpoint(directory).tensors
     assert len({tensor.path for tensor in tensors.values()}) > 2
     largest = max(tensor.num_bytes for tensor in tensors.values())
-    monkeypatch.setattr(reader, "AHEAD_BYTES", largest)
-    asked, read, watched = [], [], reader.ReadAhead.reads
+    monkeypatch.setattr(weights, "AHEAD_BYTES", largest)
+    asked, read, watched = [], [], weights.ReadAhead.reads
 
     def advise(file, offset, num_bytes, advice):
         asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, num_bytes, advice))
@@ -150,17 +149,17 @@ def test_every_tensor_is_prefetched_before_it_is_read_and_not_all_at_once(tmp_pa
         assert sum(num_bytes for *_, num_bytes, _ in asked) < sum(read) + 2 * largest
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(reader.ReadAhead, "reads", reads)
+    monkeypatch.setattr(weights.ReadAhead, "reads", reads)
     load(directory, CPU, torch.float32)
     assert len(asked) == len(read) == len(tensors)
 
 
 def test_the_progress_of_loading_is_logged(tmp_path, monkeypatch, caplog):
     directory = make_checkpoint(tmp_path)
-    monkeypatch.setattr(reader, "LOG_INTERVAL_S", 0.0)
-    with caplog.at_level("INFO", reader.__name__):
+    monkeypatch.setattr(weights, "LOG_INTERVAL_S", 0.0)
+    with caplog.at_level("INFO", weights.__name__):
         load(directory, CPU, torch.float32)
-    lines = [record.message for record in caplog.records if record.name == reader.__name__]
+    lines = [record.message for record in caplog.records if record.name == weights.__name__]
     shares = [int(line.partition("read=")[2].strip("\"'").split()[0]) for line in lines]
     assert shares == sorted(shares) and 0 < shares[0] < 50 and shares[-1] == 100
 
@@ -168,12 +167,12 @@ def test_the_progress_of_loading_is_logged(tmp_path, monkeypatch, caplog):
 def test_a_fast_load_logs_no_progress(tmp_path, caplog):
     directory = make_checkpoint(tmp_path)
     now = 5.0
-    told = reader.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
-    with caplog.at_level("INFO", reader.__name__):
+    told = weights.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
+    with caplog.at_level("INFO", weights.__name__):
         for name in Checkpoint(directory).tensors:
             told.reads(name)
         assert not caplog.records
-        now += reader.LOG_INTERVAL_S
+        now += weights.LOG_INTERVAL_S
         told.reads(name)
     assert "100 %" in caplog.records[0].message
 

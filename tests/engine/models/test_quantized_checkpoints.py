@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.models import load, open_checkpoint
+from engine.models import load, open_checkpoint, weights
 from engine.models.families import read_decoder
 from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
 from engine.models.linear.dense import WeightOnlyForm, WeightOnlyLinear
 from engine.models.linear.panels import CodePanels
 from engine.models.spec import NOT_QUANTISED, LoadTarget
-from engine.models.weights import stored, survey
 from tests.engine.models.test_linear import taken_by
 from tests.support.engine.steps import logits_after, prompt
 from tests.support.hardware.devices import use
@@ -183,8 +182,7 @@ def test_on_a_gpu_quantized_weights_keep_their_form(
     """Computed with the references of the GPU's kernels."""
     quantised, _ = made(architecture, name)
     expected = twin_logits(architecture, name)
-    for module in (stored, survey):
-        monkeypatch.setattr(module, "form_of", lambda target, _: WeightOnlyForm(CPU, target.dtype))
+    monkeypatch.setattr(weights, "form_of", lambda target, _: WeightOnlyForm(CPU, target.dtype))
     check_close(logits(quantised), expected)
     decoder = check_memory(quantised, torch.bfloat16)
     if name == "mxfp4":
