@@ -36,8 +36,7 @@ from engine.models.linear import (
     joined,
     kept,
 )
-from engine.models.linear.dense import DenseLinear
-from engine.models.linear.experts import StackedLinear
+from engine.models.linear.dense import DenseLinear, StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.protocol import MatrixLocation, Scheme, storing, wanted_by
 from engine.models.refill import found, refill

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 
 from common.errors import ConfigError
 from engine.models.fields import Fields
-from engine.models.quantized.compressed import compressed_tensors
 from engine.models.quantized.experts import mxfp4
 from engine.models.quantized.fp8 import fbgemm_fp8, fp8
-from engine.models.quantized.packed import awq, gptq
+from engine.models.quantized.packed import awq, compressed_tensors, gptq
 from engine.models.quantized.protocol import PLAIN, Scheme
 
 # By quant_method.

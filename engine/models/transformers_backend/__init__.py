@@ -26,7 +26,7 @@ from engine.models.spec import LoadTarget, ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep, PagedLayer, attach
 from engine.models.transformers_backend.loading import hold, parts_of, read_model
 from engine.models.transformers_backend.model import TransformersModel
-from engine.models.transformers_backend.parts import connect
+from engine.models.transformers_backend.plan import connect
 from engine.models.transformers_backend.skeleton import (
     MetaModel,
     config_of,

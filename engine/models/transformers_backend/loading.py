@@ -28,7 +28,7 @@ from engine.models.linear import Form, Linear, Matrix
 from engine.models.quantized.protocol import MatrixLocation, Scheme, wanted_by
 from engine.models.spec import LoadTarget
 from engine.models.transformers_backend.attention import NAME
-from engine.models.transformers_backend.parts import cut_tied, cutting, loaded
+from engine.models.transformers_backend.plan import cut_tied, cutting, loaded
 from engine.models.transformers_backend.skeleton import MetaModel, config_of, products
 
 log = logging.getLogger(__name__)

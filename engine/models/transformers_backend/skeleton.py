@@ -18,8 +18,13 @@ from common.errors import ConfigError
 from engine.kv_cache.states import PagedKV, own_heads
 from engine.models.families.common import CLASSIFIER
 from engine.models.fields import Fields
-from engine.models.transformers_backend.parts import ShapeGroup, connect, cut
-from engine.models.transformers_backend.plan import TensorPlan, UnsupportedModel
+from engine.models.transformers_backend.plan import (
+    ShapeGroup,
+    TensorPlan,
+    UnsupportedModel,
+    connect,
+    cut,
+)
 from engine.models.transformers_backend.probe import AttentionProbe, Probe, probe
 from engine.ranks import Share
 

@@ -16,8 +16,7 @@ from engine.models.checkpoint import FLOATS
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.families import read_decoder
 from engine.models.linear import Linear, Matrix, MatrixPart
-from engine.models.linear.dense import DenseLinear
-from engine.models.linear.experts import StackedLinear
+from engine.models.linear.dense import DenseLinear, StackedLinear
 from engine.models.quantized.experts import ExpertShape
 from engine.models.spec import LoadTarget
 from engine.ranks import ExpertPart
