@@ -20,8 +20,8 @@ from api.dialect.ignored_fields import OF_MESSAGES
 from api.dialect.problems import ANTHROPIC, ApiError
 from api.dialect.tools import chat_call, offered
 from api.openai.replies import fingerprint_fields
-from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
+from api.parsers.source import ParsedText, StreamParser
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import ChatPrompt, SharedPrompt
 from api.requests.served_model import ServedModel

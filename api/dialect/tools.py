@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from api.dialect.fields import GenerationFields, choices
 from api.dialect.messages import ToolDefinition, ToolFunction, shown
 from api.dialect.problems import invalid
-from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
+from api.parsers.source import StreamParser
 from api.requests.generate_params import (
     ChatPrompt,
     GenerateParams,

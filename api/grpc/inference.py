@@ -15,8 +15,8 @@ from api.dialect.tools import ToolOffer, guided, optional, response_parser
 from api.generation import DeadlineScope, new_request_id
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
 from api.idempotency import IdempotencyCache
-from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
+from api.parsers.source import StreamParser
 from api.pooling.vectors import PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import ChatPrompt, PoolingCaller, check_context, check_vocabulary

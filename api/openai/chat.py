@@ -35,8 +35,8 @@ from api.openai.replies import (
     generated_ids,
     of_chat,
 )
-from api.parsers.events import CallPart, ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
+from api.parsers.source import CallPart, ParsedText, StreamParser
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import PredictionPrompt
 from common.requests.sampling import MAX_LOGPROBS

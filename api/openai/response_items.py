@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from api.dialect.generation_endpoint import Event, EventContent, RequestOrigin
 from api.dialect.problems import ApiError
 from api.openai.replies import fingerprint_fields
-from api.parsers.events import ParsedText, StreamParser
+from api.parsers.source import ParsedText, StreamParser
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 
 

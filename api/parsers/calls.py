@@ -3,14 +3,13 @@
 import json
 from collections.abc import Container
 
-from api.parsers.events import ArgumentsEvent, ToolCallEvent
 from api.parsers.source import ParserSource, Steps, discard
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class ToolCallEvents:
-    """Reports one tool call as events.
+class CallReporter:
+    """Reports one tool call.
 
     The name is reported before the arguments, whatever their order in the text.
     """
@@ -23,7 +22,7 @@ class ToolCallEvents:
 
     def name(self, name: str) -> None:
         self.named = True
-        self._source.say(ToolCallEvent(name))
+        self._source.call(name)
         self.arguments("".join(self._held))
 
     def arguments(self, text: str) -> None:
@@ -31,7 +30,7 @@ class ToolCallEvents:
             self._held.append(text)
         elif text:
             self._has_arguments = True
-            self._source.say(ArgumentsEvent(text))
+            self._source.arguments(text)
 
     def end(self) -> None:
         """End the call. One without arguments gets an empty object, because clients decode them."""
@@ -49,7 +48,7 @@ def call_object(source: ParserSource, known: Container[str] | None = None) -> St
     Returns:
         Whether it is a call. If not, nothing has been reported.
     """
-    call = ToolCallEvents(source)
+    call = CallReporter(source)
     if not (yield from source.accept("{")):
         return False
     while not (yield from source.accept("}")):
@@ -73,7 +72,7 @@ def call_object(source: ParserSource, known: Container[str] | None = None) -> St
     return call.named
 
 
-def json_arguments(source: ParserSource, call: ToolCallEvents) -> Steps[None]:
+def json_arguments(source: ParserSource, call: CallReporter) -> Steps[None]:
     """Parse and report arguments: an object, or a JSON string with an object, as it arrives."""
     yield from source.spaces()
     if (yield from source.next_is("{[")):

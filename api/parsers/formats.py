@@ -7,7 +7,7 @@ DeepSeek-R1 and Qwen3. After the reasoning, another grammar parses the text.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.parsers.calls import ToolCallEvents, call_object, json_arguments
+from api.parsers.calls import CallReporter, call_object, json_arguments
 from api.parsers.source import Emit, ParserSource, Steps, discard
 
 THOUGHT = THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -147,7 +147,7 @@ def _named(source: ParserSource, name: str) -> Steps[None]:
     if not name.strip():
         source.content(source.recorded())
         return
-    call = ToolCallEvents(source)
+    call = CallReporter(source)
     call.name(name.strip())
     yield from json_arguments(source, call)
     call.end()

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from api.parsers.calls import ToolCallEvents
+from api.parsers.calls import CallReporter
 from api.parsers.formats import ANYTHING, Format, Forms, one_of, optional, star
 from api.parsers.source import Emit, ParserSource, Steps, discard
 
@@ -54,7 +54,7 @@ def _message(
         if _THINKING.match(channel):
             emit = source.reasoning if reasons else discard
         return (yield from source.until(START, *ENDS, emit=emit))
-    call = ToolCallEvents(source)
+    call = CallReporter(source)
     call.name(recipient[1])
     marker = yield from source.until(START, *ENDS, emit=call.arguments, trim=True)
     call.end()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from api.parsers.calls import ToolCallEvents
+from api.parsers.calls import CallReporter
 from api.parsers.source import ParserSource, Steps
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # written by models that know Python
@@ -167,7 +167,7 @@ class _MarkedCall:
     def __init__(self, source: ParserSource, name: str, tools: Mapping[str, Any]) -> None:
         self._source = source
         self._types = ArgumentTypes(tools.get(name) or {})
-        self._call = ToolCallEvents(source)
+        self._call = CallReporter(source)
         self._separator = "{"
         self._whole = True
         self._call.name(name)

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from api.parsers import formats, harmony
-from api.parsers.events import OutputParser, PlainParser
 from api.parsers.formats import one_of
 from api.parsers.harmony import Channels
 from api.parsers.source import GrammarParser, ParserSource, Steps
@@ -140,7 +139,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         opened = self.reasoning == "deepseek-r1" or end.endswith(formats.THINK_OPEN)
         return ReasoningFormat.AT_ONCE if opened else ReasoningFormat.PERHAPS
 
-    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> OutputParser:
+    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> GrammarParser:
         """Return the parser of one response.
 
         Args:
@@ -155,7 +154,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     def parser_of_calls(
         self, rendered_end: str, tools: Tools | None, *, reasons: bool
-    ) -> OutputParser:
+    ) -> GrammarParser:
         """Return the parser of a response that a grammar restricts to calls.
 
         Args:
@@ -167,10 +166,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
 
     def _behind_thought(
         self, then: Callable[[ParserSource], Steps[None]], rendered_end: str, *, reasons: bool
-    ) -> OutputParser:
+    ) -> GrammarParser:
         thinks = self.thinks(rendered_end)
         if thinks is ReasoningFormat.NOT:
-            return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
+            return GrammarParser(then, self.tokens)
         opened = thinks is ReasoningFormat.AT_ONCE
         grammar = partial(formats.think, then=then, opened=opened, reasons=reasons)
         return GrammarParser(grammar, self.tokens)

@@ -10,12 +10,14 @@ If the model has a special token for a marker, only that token is the marker. Th
 tokens is plain text, for example in a text about markers.
 """
 
+import random
 import re
+import string
 from collections.abc import Callable, Container, Generator, Sequence
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
-from api.parsers.events import ContentEvent, ReasoningEvent, Said
+import msgspec
 
 T = TypeVar("T")
 
@@ -26,10 +28,30 @@ Emit: TypeAlias = Callable[[str], None]
 Scan: TypeAlias = Callable[[str, int], int | None]
 
 _SPACES = re.compile(r"\s*")
+_CHARACTERS = string.ascii_letters + string.digits
+_ID_CHARACTERS = 9  # Mistral's templates accept only this many letters and digits
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """An addition to one tool call. The first addition has its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str
+    calls: Sequence[CallPart]  # at most one part for each call, in order
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
 
 
 class ParserSource:
-    """The text for one grammar. `parsed` returns the events that the grammar has reported."""
+    """The text for one grammar. `parsed` returns the parts that the grammar has reported."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
         self._tokens = tokens
@@ -38,7 +60,10 @@ class ParserSource:
         self._at = 0  # index of the unread text
         self._taken = 0  # number of characters dropped before it
         self._ended = False
-        self._said: list[Said] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}  # id, name and arguments
+        self.num_calls = 0
         self._record: list[str] | None = None
         self.trimmed = ""  # white space left out before the last marker
 
@@ -46,7 +71,7 @@ class ParserSource:
         """Add text.
 
         Args:
-            marks: see OutputParser.push.
+            marks: indices in `text` at which a special token begins that is a marker.
         """
         begun = self._taken + len(self)
         self._marks.update(begun + mark for mark in marks)
@@ -60,21 +85,34 @@ class ParserSource:
     def end(self) -> None:
         self._ended = True
 
-    def parsed(self) -> Sequence[Said]:
-        """Return the events reported since the last call."""
-        said, self._said = self._said, []
-        return said
-
-    def say(self, said: Said) -> None:
-        self._said.append(said)
+    def parsed(self) -> ParsedText:
+        """Return the parts reported since the last call."""
+        content, self._content = "".join(self._content), []
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        calls, self._calls = self._calls, {}
+        parts = [
+            CallPart(index, call_id, name, "".join(arguments))
+            for index, (call_id, name, arguments) in calls.items()
+        ]
+        return ParsedText(content, reasoning, parts)
 
     def content(self, text: str) -> None:
-        if text:
-            self.say(ContentEvent(text))
+        """Report a part of the text for the user."""
+        self._content.append(text)
 
     def reasoning(self, text: str) -> None:
-        if text:
-            self.say(ReasoningEvent(text))
+        """Report a part of the reasoning before the content."""
+        self._reasoning.append(text)
+
+    def call(self, name: str) -> None:
+        """Report the beginning of a tool call."""
+        self._calls[self.num_calls] = _new_id(), name, []
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Report a part of the last call's arguments. All parts together are JSON."""
+        *_, arguments = self._calls.setdefault(self.num_calls - 1, ("", "", []))
+        arguments.append(text)
 
     def record(self) -> None:
         """Start to record the text that is read, in case it turns out to be content."""
@@ -247,8 +285,12 @@ def _searched(markers: Sequence[str]) -> tuple[re.Pattern[str], Sequence[str]]:
 def discard(text: str) -> None: ...
 
 
+def _new_id() -> str:
+    return "".join(random.choices(_CHARACTERS, k=_ID_CHARACTERS))
+
+
 class GrammarParser:
-    """An OutputParser that runs a grammar."""
+    """Parses one response with a grammar. The result does not depend on how the text is split."""
 
     def __init__(
         self, grammar: Callable[[ParserSource], Steps[None]], tokens: Container[str] = ()
@@ -257,16 +299,53 @@ class GrammarParser:
         self._steps = grammar(self._source)
         self._reads = True  # False once the grammar has ended: later text is discarded
 
-    def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-        if not self._reads:
-            return ()
-        self._source.feed(text, marks)
-        return self._heard()
+    @property
+    def num_calls(self) -> int:
+        return self._source.num_calls
 
-    def finish(self) -> Sequence[Said]:
-        self._source.end()
-        return self._heard()
+    def parse(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
+        """Parse more text and return the parts that no later text can change.
 
-    def _heard(self) -> Sequence[Said]:
-        self._reads = next(self._steps, self) is not self
+        Args:
+            marks: see ParserSource.feed.
+            last: the text is complete.
+        """
+        if self._reads:
+            self._source.feed(text, marks)
+            if last:
+                self._source.end()
+            self._reads = next(self._steps, self) is not self
         return self._source.parsed()
+
+
+class StreamParser:
+    """Parses one response as it arrives, into content, reasoning and tool calls.
+
+    Args:
+        make: makes the parser. Called with the first text, after the prompt is rendered.
+        parallel: False: only the first call is returned.
+    """
+
+    def __init__(self, make: Callable[[], GrammarParser], *, parallel: bool = True) -> None:
+        self._make = make
+        self._parser: GrammarParser | None = None
+        self._parallel = parallel
+
+    @property
+    def begun(self) -> bool:
+        """Return whether there has been any text."""
+        return self._parser is not None
+
+    @property
+    def has_called(self) -> bool:
+        return self._parser is not None and self._parser.num_calls > 0
+
+    def parse(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
+        """Return what more text adds to the response. For the arguments see GrammarParser."""
+        if self._parser is None:
+            self._parser = self._make()
+        parsed = self._parser.parse(text, marks, last=last)
+        if self._parallel:
+            return parsed
+        first = [part for part in parsed.calls if part.index == 0]
+        return ParsedText(parsed.content, parsed.reasoning, first)

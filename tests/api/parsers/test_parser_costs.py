@@ -1,12 +1,11 @@
 """A character of a response costs a parser the same, however many preceded it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from api.parsers import formats, harmony, marked
-from api.parsers.events import ArgumentsEvent, ContentEvent, Said, StreamParser, ToolCallEvent
 from api.parsers.source import GrammarParser, ParserSource, Steps
 
 TOOLS: Mapping[str, Any] = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -66,7 +65,7 @@ def test_a_grammar_that_has_ended_keeps_no_text():
 
     parser = GrammarParser(grammar)
     for text in ("<|channel|>final<|message|>x<|end|>", *["more "] * 100):
-        parser.push(text, ())
+        parser.parse(text, last=False)
     assert len(sources[0]) < LONGEST
 
 
@@ -77,18 +76,18 @@ def test_the_arguments_of_a_call_are_joined_once():
         def __radd__(self, other: str) -> str:
             raise AssertionError("what came before a part is copied with it")
 
-    class Parser:
-        def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-            return [ToolCallEvent("f"), *[ArgumentsEvent(Parts("x"))] * 3, ContentEvent(Parts("y"))]
+    def grammar(source: ParserSource) -> Steps[None]:
+        source.call("f")
+        for part in "xxxx":
+            source.arguments(Parts(part))
+        source.content(Parts("y"))
+        source.content(Parts("z"))
+        yield
 
-        def finish(self) -> Sequence[Said]:
-            return [ContentEvent(Parts("z")), ArgumentsEvent(Parts("x"))]
-
-    parsed = StreamParser(Parser).parse("", last=True)
+    parsed = GrammarParser(grammar).parse("", last=False)
     assert (parsed.content, [call.arguments for call in parsed.calls]) == ("yz", ["xxxx"])
 
 
 def test_a_brace_that_starts_no_call_is_reported_once():
     parser = GrammarParser(lambda source: formats.mistral(source, TOOLS))
-    said = [*parser.push('[TOOL_CALLS]{"a": 1}', ()), *parser.finish()]
-    assert "".join(each.text for each in said if isinstance(each, ContentEvent)) == '{"a": 1}'
+    assert parser.parse('[TOOL_CALLS]{"a": 1}', last=True).content == '{"a": 1}'

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from api.parsers.events import StreamParser
 from api.parsers.formats import DEEPSEEK
 from api.parsers.model_format import NONE, ModelFormat, detect_format
+from api.parsers.source import StreamParser
 
 TOOLS: dict[str, Any] = {
     "f": {

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import xgrammar
 
-from api.parsers.events import StreamParser
 from api.parsers.harmony import Channels
 from api.parsers.model_format import ModelFormat
+from api.parsers.source import StreamParser
 from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.matching import allows, words_of

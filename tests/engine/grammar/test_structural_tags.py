@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import xgrammar
 
-from api.parsers.events import StreamParser
 from api.parsers.model_format import ModelFormat
+from api.parsers.source import StreamParser
 from common.errors import InvalidRequest
 from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
