@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -20,11 +19,7 @@ from api.requests.answer import (
     Offer,
     OutputChunk,
     ResponseBuilder,
-    ResponseOptions,
-    Spell,
     Write,
-    prompt_report,
-    token_report,
 )
 from api.requests.generate_params import GenerateParams, TokenizedRequest
 from api.requests.served_model import ServedModel
@@ -269,14 +264,11 @@ class Dispatcher:
     def _builder(self, job: TokenizedRequest, request: GenerateParams) -> ResponseBuilder:
         tokenizer = self._model.tokenizer
         return ResponseBuilder(
+            job,
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(request.shown)),
-            None if job.stops is None else job.stops.begin(),
-            _options(
-                job,
-                tokenizer.spelling,
-                silent=request.silent,
-                returns_cached_tokens=self._returns_cached_tokens,
-            ),
+            tokenizer.spelling,
+            silent=request.silent,
+            returns_cached_tokens=self._returns_cached_tokens,
         )
 
 
@@ -320,31 +312,3 @@ class ResponseSink:
 
     async def flush(self) -> None:
         await self._write(self._piece)
-
-
-def _options(
-    job: TokenizedRequest, spell: Spell, *, silent: bool, returns_cached_tokens: bool
-) -> ResponseOptions:
-    params = job.client_sampling
-    report_token = report_prompt = None
-    if params.logprobs >= 0:
-        report_token = partial(token_report, num_top=params.logprobs, spell=spell)
-    if job.echo is not None or params.prompt_logprobs >= 0:
-        num_top, text = params.prompt_logprobs, job.echo or ""
-        first = params.first_prompt_logprob
-        report_prompt = partial(
-            prompt_report, text, job.spec.tokens, first=first, num_top=num_top, spell=spell
-        )
-    return ResponseOptions(
-        num_prompt_tokens=job.spec.num_tokens,
-        seed=job.spec.sampling.seed,
-        prompt_token_ids=job.spec.token_ids,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        returns_cached_tokens=returns_cached_tokens,
-        report_token=report_token,
-        report_prompt=report_prompt,
-        silent=silent,
-        predicts=bool(job.spec.prediction),
-        returns_states=params.returns_states,
-    )

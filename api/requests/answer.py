@@ -2,13 +2,13 @@
 
 from array import array
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
-from api.text.stops import StopConditions
+from api.requests.generate_params import TokenizedRequest
 from api.text.tokenizer import Detokenizer
 from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.logprobs import TokenLogprobs
@@ -54,28 +54,6 @@ def token_report(token: int, logprobs: TokenLogprobs, num_top: int, spell: Spell
     pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
     top = [LikelyTokenText(other, spell(other), logprob) for other, logprob in pairs][:num_top]
     return TokenReport(token, spell(token), logprobs.logprob, top)
-
-
-def prompt_report(
-    text: str,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
-    first: int,
-    num_top: int,
-    spell: Spell,
-) -> PromptReport:
-    """Return the prompt for the first piece of a response.
-
-    Args:
-        logprobs: log-probabilities of all tokens from index `first` on, or none.
-    """
-    if not logprobs and num_top < 0:
-        return PromptReport(text, ())
-    before = [TokenReport(token, spell(token), None, ()) for token in token_ids[:first]]
-    others = zip(token_ids[first:], logprobs, strict=True)
-    return PromptReport(
-        text, [*before, *(token_report(*other, num_top, spell) for other in others)]
-    )
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -143,33 +121,6 @@ Write: TypeAlias = Callable[[OutputChunk | FinalChunk], Awaitable[None]]
 Offer: TypeAlias = Callable[[OutputChunk], bool]
 
 
-class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a request that decide the form of its response.
-
-    Attributes:
-        prompt_token_ids: little-endian int32.
-        min_tokens: number of first tokens whose text cannot complete a stop.
-        returns_cached_tokens: usage has the number of cached prompt tokens.
-        report_token: makes the report of a token. None: not requested.
-        report_prompt: makes the report of the prompt, for the first piece. None: not requested.
-        silent: the one generated token is discarded.
-        predicts: the request has a prediction.
-        returns_states: hidden states or routed experts are returned.
-    """
-
-    num_prompt_tokens: int
-    seed: int
-    prompt_token_ids: bytes = b""
-    min_tokens: int = 0
-    stop_token_ids: Collection[int] = ()
-    returns_cached_tokens: bool = True
-    report_token: Callable[[int, TokenLogprobs], TokenReport] | None = None
-    report_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
-    silent: bool = False
-    predicts: bool = False
-    returns_states: bool = False
-
-
 class ResponseBuilder:
     """Builds one response.
 
@@ -177,22 +128,32 @@ class ResponseBuilder:
     after the one that completes a stop are discarded.
 
     Args:
-        stops: stop strings and expressions. None: only tokens end the response.
+        silent: the one generated token is discarded.
+        returns_cached_tokens: usage has the number of cached prompt tokens.
     """
 
     def __init__(
         self,
+        job: TokenizedRequest,
         detokenizer: Detokenizer,
-        stops: StopConditions | None,
-        options: ResponseOptions,
+        spell: Spell,
+        *,
+        silent: bool = False,
+        returns_cached_tokens: bool = True,
     ) -> None:
+        self._spec = job.spec
+        self._sampling = job.client_sampling
         self._detokenizer = detokenizer
-        self._stops = stops
-        self._options = options
-        self._report_prompt = options.report_prompt  # None once it is returned
-        self._prompt_token_ids = options.prompt_token_ids  # empty once they are returned
-        self._returns_prompt_states = options.returns_states  # False once they are returned
-        self._predicted = NOT_PREDICTED if options.predicts else None
+        self._spell = spell
+        self._silent = silent
+        self._returns_cached_tokens = returns_cached_tokens
+        self._stops = job.stops.begin()
+        self._echo = job.echo
+        # The next three are false once the prompt is returned.
+        self._returns_prompt = job.echo is not None or self._sampling.prompt_logprobs >= 0
+        self._prompt_token_ids = job.spec.token_ids
+        self._returns_prompt_states = self._sampling.returns_states
+        self._predicted = NOT_PREDICTED if job.spec.prediction else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
         self._versions: list[VersionSpan] = []
@@ -218,27 +179,43 @@ class ResponseBuilder:
             self._cached_tokens = output.cached_tokens
         if self._predicted is not None:
             self._predicted += output.predicted
-        prompt, report_prompt = None, self._report_prompt
-        if report_prompt is not None:
-            prompt, self._report_prompt = report_prompt(output.prompt_logprobs), None
+        prompt = None
+        if self._returns_prompt:
+            prompt, self._returns_prompt = self._prompt(output.prompt_logprobs), False
         token_ids, end = output.token_ids, output.end
-        if self._options.silent:
+        if self._silent:
             token_ids = ()
             end = end and StreamEnd("length")
         piece = self._piece(token_ids, end, output.version)
         tokens: Sequence[TokenReport] = ()
-        if self._options.report_token is not None:
-            report, each_logprobs = self._options.report_token, output.logprobs
-            tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
+        if self._sampling.logprobs >= 0:
+            num_top, spell = self._sampling.logprobs, self._spell
+            each_token = zip(piece.token_ids, output.logprobs, strict=False)
+            tokens = [token_report(*each, num_top, spell) for each in each_token]
         marks = self._take_marks(len(piece.text))
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, b""
-        if self._options.returns_states:
+        if self._sampling.returns_states:
             piece = self._with_states(piece, output)
         if not (tokens or prompt or marks or prompt_ids):
             return piece
         return replace(
             piece, tokens=tokens, prompt=prompt, marks=marks, prompt_token_ids=prompt_ids
         )
+
+    def _prompt(self, logprobs: Sequence[TokenLogprobs]) -> PromptReport:
+        """Return the prompt for the first piece.
+
+        Args:
+            logprobs: log-probabilities of all tokens from the first requested one on, or none.
+        """
+        text, num_top, spell = self._echo or "", self._sampling.prompt_logprobs, self._spell
+        if not logprobs and num_top < 0:
+            return PromptReport(text, ())
+        first, token_ids = self._sampling.first_prompt_logprob, self._spec.tokens
+        before = [TokenReport(token, spell(token), None, ()) for token in token_ids[:first]]
+        others = zip(token_ids[first:], logprobs, strict=True)
+        reports = (token_report(*other, num_top, spell) for other in others)
+        return PromptReport(text, [*before, *reports])
 
     def _with_states(
         self, piece: OutputChunk | FinalChunk, output: NodeOutput
@@ -247,7 +224,7 @@ class ResponseBuilder:
 
         The first token was predicted from the state of the last prompt token.
         """
-        num_tokens = max(len(piece.token_ids), int(self._options.silent))
+        num_tokens = max(len(piece.token_ids), int(self._silent))
         generated, prompt = output.logprobs[:num_tokens], list[TokenLogprobs]()
         if self._returns_prompt_states and generated:
             self._returns_prompt_states = False
@@ -291,7 +268,7 @@ class ResponseBuilder:
     def _stop_token(self) -> int | None:
         """Return the stop token that ended the response. None for EOS, which is not reported."""
         last = self.token_ids[-1] if self.token_ids else None
-        return last if last in self._options.stop_token_ids else None
+        return last if last in self._sampling.stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
         """Return the text of these tokens, how many of them count, and whether a stop matched."""
@@ -302,7 +279,7 @@ class ResponseBuilder:
         # One at a time, because usage counts up to the token that completes the stop.
         for number, token in enumerate(token_ids, start=1):
             decided, stopped = self._detokenizer.push((token,)), False
-            if len(self.token_ids) + number > self._options.min_tokens:
+            if len(self.token_ids) + number > self._sampling.min_tokens:
                 decided, stopped = self._stops.push(decided)
             text += decided
             if stopped:
@@ -324,14 +301,14 @@ class ResponseBuilder:
         stop_reason: str | int | None,
     ) -> FinalChunk:
         # A node that continues a response may also have found generated tokens in its cache.
-        num_prompt_tokens = self._options.num_prompt_tokens
+        num_prompt_tokens = self._spec.num_tokens
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
-        reported = cached_tokens if self._options.returns_cached_tokens else None
+        reported = cached_tokens if self._returns_cached_tokens else None
         usage = TokenUsage(num_prompt_tokens, len(self.token_ids), reported, self._in_answer())
         invariant = all(span.version.batch_invariant for span in self._versions)
         return FinalChunk(
             *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
-            seed=self._options.seed if invariant else None,
+            seed=self._spec.sampling.seed if invariant else None,
             version=self._versions[-1].version,
         )
 

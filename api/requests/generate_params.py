@@ -113,7 +113,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     """
 
     spec: RequestSpec
-    stops: StopRules | None
+    stops: StopRules
     client_sampling: SamplingParams
     echo: str | None = None
 

@@ -328,8 +328,8 @@ def check_stop_regex(texts: Sequence[str]) -> None:
         raise InvalidRequest(f"sampling.stop_regex{error}") from None
 
 
-async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules | None:
-    """Compile the stop strings and expressions of a response. None: it has none.
+async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
+    """Compile the stop strings and expressions of a response.
 
     Expressions take milliseconds, on another thread.
 
@@ -337,7 +337,7 @@ async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules 
         InvalidRequest: an expression is invalid, or all of them cost too much to search for.
     """
     if not texts:
-        return StopRules(strings) if strings else None
+        return StopRules(strings)
     try:
         return StopRules(strings, await asyncio.to_thread(Automaton, texts))
     except InvalidRequest as error:

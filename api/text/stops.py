@@ -177,12 +177,12 @@ class StopConditions:
 class StopRules:
     """Stop strings and expressions of one request. Shared by its responses."""
 
-    def __init__(self, strings: Sequence[str] = (), expressions: Automaton | None = None) -> None:
+    def __init__(self, strings: Sequence[str], expressions: Automaton | None = None) -> None:
         self._strings = _Prefix(strings) if strings else None
         self._expressions = expressions
 
     def begin(self) -> StopConditions | None:
-        """Return the state of one response, None if there is nothing to search for."""
+        """Return the state of one response. None: only tokens end it."""
         watchers: list[StopStrings | StopExpressions] = []
         if self._strings is not None:
             watchers.append(StopStrings(self._strings))

@@ -4,22 +4,26 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from api.requests.answer import FinalChunk, ResponseBuilder, ResponseOptions
+from api.requests.answer import FinalChunk, ResponseBuilder
+from api.requests.generate_params import TokenizedRequest
 from api.text.stops import StopRules
 from api.text.tokenizer import Detokenizer
 from router.token_buffer import NodeOutput, StreamEnd
 from tests.api.models import VOCABULARY_SIZE, ids
 from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
+from tests.support.specs import make_spec
 
 LENGTH = StreamEnd("length")
 
 
-def answer(*stops: str, marks: dict[int, str] | None = None, **options: Any) -> ResponseBuilder:
+def answer(*stops: str, marks: dict[int, str] | None = None, **sampling: Any) -> ResponseBuilder:
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks or {})
-    asked = ResponseOptions(num_prompt_tokens=5, seed=7, **options)
-    return ResponseBuilder(detokenizer, StopRules(stops).begin(), asked)
+    spec = make_spec([5] * 5)
+    job = TokenizedRequest(spec, StopRules(stops), replace(spec.sampling, **sampling))
+    return ResponseBuilder(job, detokenizer, BYTE_LEVEL.spelling)
 
 
 @given(
