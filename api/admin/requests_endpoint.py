@@ -31,40 +31,14 @@ from router.record import AllTimelines, AttemptTimings, RequestTimeline
 from router.workers import OtherProcesses, ProcessQuery
 
 
-class EventHistory(msgspec.Struct, frozen=True):
-    """One request's history in its router process, as sent to another worker process."""
-
-    request_id: str
-    label: str
-    outcome: str
-    error: str
-    arrived: float  # time.monotonic(), which all processes of a host share
-    ended: float  # time.monotonic(). 0.0: still running
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    events: tuple[TimelineEvent, ...]
-
-
-def event_history(timeline: RequestTimeline) -> EventHistory:
-    zero = timeline.arrived
+def events_of(timeline: RequestTimeline) -> list[TimelineEvent]:
+    """Return the events of a request in its router process, in seconds since it arrived."""
     events = [
-        TimelineEvent(event.at - zero, event.what, event.detail)
+        TimelineEvent(event.at - timeline.arrived, event.what, event.detail)
         for event in _moments(timeline)
         if event.at
     ]
-    return EventHistory(
-        timeline.request_id,
-        timeline.label,
-        timeline.outcome,
-        timeline.error,
-        zero,
-        timeline.ended,
-        timeline.prompt_tokens,
-        timeline.cached_tokens,
-        timeline.completion_tokens,
-        tuple(sorted(events, key=lambda event: event.at)),
-    )
+    return sorted(events, key=lambda event: event.at)
 
 
 def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
@@ -190,7 +164,48 @@ def _attempt(number: int, attempt: HandoffSummary, submission: AttemptTimings) -
     }
 
 
-_HISTORY = "/history"  # path between worker processes
+_Content = dict[str, Any]
+
+_ALL, _ONE = "/requests", "/request"  # paths between worker processes
+
+
+class FoundRequest(msgspec.Struct, frozen=True):
+    """One request in its router process, as sent to another worker process."""
+
+    content: _Content  # of `summary` and `details`
+    arrived: float  # time.monotonic(), which all processes of a host share
+    events: list[TimelineEvent]
+
+
+class RequestFinder:
+    """Finds one request in any worker process. For one event loop."""
+
+    def __init__(self, timelines: AllTimelines, other_processes: OtherProcesses) -> None:
+        self._timelines = timelines
+        self._query: ProcessQuery[FoundRequest | None] = ProcessQuery(
+            other_processes, _ONE, self._own, FoundRequest | None
+        )
+
+    async def find(self, name: str) -> tuple[FoundRequest | None, int]:
+        """Return a request, and the number of processes that did not respond.
+
+        Args:
+            name: a request id, or the client's label, which finds the newest request with it.
+        """
+        own = self._own(name)
+        if own is not None and own.content["id"] == name:
+            return own, 0
+        others = await self._query.ask(name=name)
+        found = [one for one in (own, *others.answers) if one is not None]
+        newest = max(found, key=lambda one: (one.content["id"] == name, one.arrived), default=None)
+        return newest, others.num_silent
+
+    def _own(self, name: str) -> FoundRequest | None:
+        timeline = self._timelines.find(name)
+        if timeline is None:
+            return None
+        content = summary(timeline) | details(timeline)
+        return FoundRequest(content, timeline.arrived, events_of(timeline))
 
 
 # Clocks of different hosts are never compared. A node reports how long ago an event was, so its
@@ -198,14 +213,9 @@ _HISTORY = "/history"  # path between worker processes
 class Explainer:
     """Collects a request's history from its router process and all nodes. For one event loop."""
 
-    def __init__(
-        self, timelines: AllTimelines, other_processes: OtherProcesses, nodes: NodeDescriber
-    ) -> None:
-        self._timelines = timelines
+    def __init__(self, finder: RequestFinder, nodes: NodeDescriber) -> None:
+        self._finder = finder
         self._nodes = nodes
-        self._query: ProcessQuery[EventHistory | None] = ProcessQuery(
-            other_processes, _HISTORY, self._own, EventHistory | None
-        )
 
     async def explain(self, name: str) -> ExplainResponse:
         """Collect the history of one request within 4 s.
@@ -222,29 +232,21 @@ class Explainer:
             raise InvalidRequest(
                 f"name has {len(name)} characters, expected 1 to {MAX_LABEL_CHARACTERS}"
             )
-        known, num_silent = await self._find(name)
-        said = await self._nodes.ask(known.request_id if known else name)
+        known, num_silent = await self._finder.find(name)
+        said = await self._nodes.ask(known.content["id"] if known else name)
         if known is None and not any(one.flights.flights for one in said):
             raise (NodeUnavailable if num_silent else NotFound)(_sentence(name, said, num_silent))
         return _together(name, known, said)
 
-    async def _find(self, name: str) -> tuple[EventHistory | None, int]:
-        """Return the history, and the number of processes that did not respond."""
-        own = self._own(name)
-        if own is not None and own.request_id == name:
-            return own, 0
-        others = await self._query.ask(name=name)
-        found = [one for one in (own, *others.answers) if one is not None]
-        best = max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
-        return best, others.num_silent
 
-    def _own(self, name: str) -> EventHistory | None:
-        timeline = self._timelines.find(name)
-        return None if timeline is None else event_history(timeline)
+_REPEATED = (
+    *("label", "outcome", "error", "seconds"),
+    *("prompt_tokens", "cached_tokens", "completion_tokens"),
+)
 
 
 def _together(
-    name: str, known: EventHistory | None, said: Sequence[DescribeResult]
+    name: str, known: FoundRequest | None, said: Sequence[DescribeResult]
 ) -> ExplainResponse:
     began = [one.at - flight.began_ago_s for one in said for flight in one.flights.flights]
     zero = known.arrived if known else min(began)
@@ -256,8 +258,10 @@ def _together(
             moments += [
                 (offset + event.at, one.role, one.address, event) for event in flight.events
             ]
-    answer = ExplainResponse(
-        request_id=known.request_id if known else name,
+    content: _Content = known.content if known else {"id": name}
+    return ExplainResponse(
+        request_id=content["id"],
+        **{field: content.get(field) for field in _REPEATED},
         events=[
             ExplainedEvent(at_s=at, where=where, node=node, event=event_to_proto(event))
             for at, where, node, event in sorted(moments, key=lambda moment: moment[0])
@@ -273,12 +277,6 @@ def _together(
             for one in said
         ],
     )
-    if known is not None:
-        answer.label, answer.outcome, answer.error = known.label, known.outcome, known.error
-        answer.seconds = (known.ended or time.monotonic()) - known.arrived
-        answer.prompt_tokens, answer.cached_tokens = known.prompt_tokens, known.cached_tokens
-        answer.completion_tokens = known.completion_tokens
-    return answer
 
 
 def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str:
@@ -293,34 +291,29 @@ def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str
 
 
 PATH = "/requests"
-_ALL, _ONE = "/requests", "/request"  # paths between worker processes
 _EVENTS = "/events"
 _FRESH = (("cache-control", "no-store"),)
-
-_Content = dict[str, Any]
 
 
 class RequestsEndpoint:
     """HTTP handlers for request timelines. For one event loop."""
 
     def __init__(
-        self, timelines: AllTimelines, other_processes: OtherProcesses, explainer: Explainer
+        self,
+        timelines: AllTimelines,
+        other_processes: OtherProcesses,
+        finder: RequestFinder,
+        explainer: Explainer,
     ) -> None:
         self._timelines = timelines
+        self._finder = finder
         self._explainer = explainer
         self._lists: ProcessQuery[list[_Content]] = ProcessQuery(
             other_processes, _ALL, self._own_list, list[_Content]
         )
-        self._ones: ProcessQuery[_Content | None] = ProcessQuery(
-            other_processes, _ONE, self._own, _Content | None
-        )
 
     def _own_list(self) -> list[_Content]:
         return [summary(timeline) for timeline in self._timelines]
-
-    def _own(self, name: str) -> _Content | None:
-        timeline = self._timelines.find(name)
-        return None if timeline is None else summary(timeline) | details(timeline)
 
     async def all(self, request: HttpRequest) -> web.Response:
         replies = await self._lists.ask()
@@ -350,14 +343,10 @@ class RequestsEndpoint:
         return whole(200, msgspec.json.encode(plain(history)), headers=_FRESH)
 
     async def _one(self, name: str) -> web.Response:
-        found, num_silent = self._own(name), 0
-        if found is None or found["id"] != name:
-            replies = await self._ones.ask(name=name)
-            found = _best(name, [one for one in (found, *replies.answers) if one is not None])
-            num_silent = replies.num_silent
+        found, num_silent = await self._finder.find(name)
         if found is None:
             return _not_found(name, num_silent).response()
-        return whole(200, msgspec.json.encode(found), headers=_FRESH)
+        return whole(200, msgspec.json.encode(found.content), headers=_FRESH)
 
 
 def _newest_first(content: _Content) -> tuple[bool, float]:
@@ -365,11 +354,6 @@ def _newest_first(content: _Content) -> tuple[bool, float]:
     if content["outcome"] == "live":
         return False, -content["arrived"]
     return True, -(content["arrived"] + content["seconds"])
-
-
-def _best(name: str, found: list[_Content]) -> _Content | None:
-    """Return the request with that id, else the newest request with that label."""
-    return min(found, key=lambda one: (one["id"] != name, _newest_first(one)), default=None)
 
 
 def _not_found(name: str, num_silent: int) -> ApiError:

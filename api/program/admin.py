@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from api.admin import engines as commands
 from api.admin import requests_endpoint
 from api.admin.moves import MigrationService, Plans
-from api.admin.requests_endpoint import Explainer, RequestsEndpoint
+from api.admin.requests_endpoint import Explainer, RequestFinder, RequestsEndpoint
 from api.admin.router_state import (
     METRICS_PATH,
     ClusterEndpoint,
@@ -77,8 +77,9 @@ def make_admin(
     plans = {name: Plans(others, number=number) for number, name in enumerate(pools)}
     report = ClusterReport({name: (pool.state, plans[name]) for name, pool in pools.items()}, state)
     timelines = AllTimelines([pool.records for pool in pools.values()])
-    explainer = Explainer(timelines, others, NodeDescriber(states))
-    listed = RequestsEndpoint(timelines, others, explainer)
+    finder = RequestFinder(timelines, others)
+    explainer = Explainer(finder, NodeDescriber(states))
+    listed = RequestsEndpoint(timelines, others, finder, explainer)
     adapters = ByModel(
         {
             name: AdapterCalls(pool.state, pool.cluster, frozenset(pools))
