@@ -64,9 +64,6 @@ class ApiKeys:
         self._usages: Mapping[str, KeyUsage] = {}
         self._take(self._files.current())
 
-    def __len__(self) -> int:
-        return len(self._by_hash)
-
     async def watch(self) -> None:
         """Reload the file when it changes. Never returns.
 

@@ -195,7 +195,7 @@ class Dialect(NamedTuple, Generic[F]):
         call: returns the request of a body with these fields and that many bytes. Appends the
             names of fields that have no effect to the list. Raises ApiError.
         words: error vocabulary.
-        other_names: see `fields_of`.
+        other_names: fields that the endpoint names differently, by the name in the router.
     """
 
     id_prefix: str

@@ -158,3 +158,22 @@ OF_TOKENIZE: Mapping[str, IgnoredFields] = {
 }
 
 OF_DETOKENIZE = _fields("skip_special_tokens spaces_between_special_tokens", _ON)
+
+_OF_POOLING: Mapping[str, IgnoredFields] = {
+    **_fields("lora_path max_tokens_per_doc truncate_prompt_tokens", _NEVER),
+    "mm_processor_kwargs": _EMPTY,
+    "priority": only(0),
+    "use_activation": _ON,
+}
+
+OF_EMBEDDINGS: Mapping[str, IgnoredFields] = {
+    **_OF_POOLING,
+    **_fields("chat_template messages", _NEVER),
+    "embed_dtype": only("float32"),
+    "endianness": only("native", "little"),
+    "normalize": _ON,
+}
+
+OF_SCORE: Mapping[str, IgnoredFields] = {**_OF_POOLING, "activation": _ON}
+
+OF_RERANK: Mapping[str, IgnoredFields] = {**OF_SCORE, "rank_fields": _NEVER}

@@ -47,16 +47,10 @@ _OUR_NAMES = {
 Fields: TypeAlias = Mapping[str, str]
 
 
-def fields_of(names: Iterable[str], **others: str) -> Fields:
-    """Return the fields of an endpoint by the router's own names.
-
-    Args:
-        names: names of the endpoint's fields.
-        others: fields that the endpoint names differently, by the router's own name.
-    """
+def fields_of(names: Iterable[str]) -> Fields:
+    """Return the fields of an endpoint with these names, by the router's own names."""
     own = {name: name for name in names}
-    ours = {our: own[name] for our, name in _OUR_NAMES.items() if name in own}
-    return {**own, **ours, **others}
+    return {**own, **{our: name for our, name in _OUR_NAMES.items() if name in own}}
 
 
 class Words(msgspec.Struct, frozen=True):

@@ -24,9 +24,11 @@ from api.dialect.generation_endpoint import (
 from api.dialect.ignored_fields import (
     OF_COUNTED,
     OF_DETOKENIZE,
+    OF_EMBEDDINGS,
+    OF_RERANK,
+    OF_SCORE,
     OF_TOKENIZE,
     IgnoredFields,
-    only,
 )
 from api.dialect.models import AllModelNames, EndpointByModel, ListedModel
 from api.dialect.problems import ANTHROPIC, OPENAI, ApiError, Words
@@ -46,38 +48,6 @@ from api.pooling.scores import RerankFields, ScoreFields, rerank, score
 from api.program.nodes import ModelPool, Pools
 from common import VERSION
 from router.metrics import RouterMetrics
-
-_NEVER = only()
-# Known fields that are unsupported, with their harmless values.
-_ALL: Mapping[str, IgnoredFields] = {
-    "lora_path": _NEVER,
-    "max_tokens_per_doc": _NEVER,
-    "mm_processor_kwargs": only({}),
-    "priority": only(0),
-    "truncate_prompt_tokens": _NEVER,
-}
-
-OF_EMBEDDINGS: Mapping[str, IgnoredFields] = {
-    **_ALL,
-    "chat_template": _NEVER,
-    "embed_dtype": only("float32"),
-    "endianness": only("native", "little"),
-    "messages": _NEVER,
-    "normalize": only(True),
-    "use_activation": only(True),
-}
-OF_SCORE: Mapping[str, IgnoredFields] = {
-    **_ALL,
-    "activation": only(True),
-    "use_activation": only(True),
-}
-OF_RERANK: Mapping[str, IgnoredFields] = {
-    **_ALL,
-    "activation": only(True),
-    "rank_fields": _NEVER,
-    "use_activation": only(True),
-}
-
 
 MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
 DIALECTS: Mapping[str, Dialect[Any]] = {
