@@ -1,7 +1,8 @@
 """An HTTP server whose handlers a test decides."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +31,12 @@ class Checked:
 class Site:
     """A server whose handlers a test decides."""
 
-    def __init__(self, checks: Sequence[Check] = (), **limits: Any) -> None:
+    def __init__(
+        self,
+        checks: Sequence[Check] = (),
+        tls_context: Callable[[], ssl.SSLContext] | None = None,
+        **limits: Any,
+    ) -> None:
         self.started = asyncio.Event()  # a response to /hold is in progress
         self.proceed = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -55,7 +61,8 @@ class Site:
         )
         allowed = HttpLimits(**{"max_connections": 100, "tick_s": 0.02, **limits})
         self.shared = HttpContext(allowed, problems.error_body, self.metrics)
-        self.server = HttpServer(self.shared, HttpService(self.shared, routes, Checked(checks)))
+        service = HttpService(self.shared, routes, Checked(checks))
+        self.server = HttpServer(self.shared, service, tls_context)
         self.port = 0
 
     def metric(self, name: str, **labels: str) -> float:
@@ -108,8 +115,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(checks: Sequence[Check] = (), **limits: Any) -> AsyncIterator[Site]:
-    made = Site(checks, **limits)
+async def site(checks: Sequence[Check] = (), **given: Any) -> AsyncIterator[Site]:
+    made = Site(checks, **given)
     made.port = await made.server.start("127.0.0.1", 0)
     try:
         yield made
