@@ -229,10 +229,9 @@ async def pair_for(model: Path, *, serves_alone: bool = True, **knobs: Any) -> A
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
-    """A router with one stub decode node, OpenAI's own client of it, and the model's tokens."""
+class Served:
+    """A router, a stub decode node of one of its models, and the model's name and tokens."""
 
-    client: openai.AsyncOpenAI
     node: StubDecodeNode
     router: RunningRouter
     grpc: Client
@@ -291,16 +290,6 @@ class Api:
         guide: Guide = submit.sampling.guide
         return guide
 
-    async def chat(
-        self, text: str, *, reason: Any = FINISH_REASON_STOP, **fields: Any
-    ) -> tuple[Any, str]:
-        """Return the choice for `text` with OpenAI's client, and the prompt."""
-        asked = self.client.chat.completions.create(
-            **{"messages": HELLO, "model": self.model, **fields}
-        )
-        submit, answer = await self.answered(asked, text, reason=reason)
-        return answer.choices[0], self.text(submit.token_ids)
-
     async def say_one_by_one(self, text: str, asked: Awaitable[T]) -> tuple[Submission, T]:
         """Return the submission and the client's response, with one token of `text` in each
         step."""
@@ -311,6 +300,21 @@ class Api:
             self.node.say({submit.number: [token]})
         self.node.finish(submit.number, [last])
         return submit, await asking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api(Served):
+    client: openai.AsyncOpenAI  # OpenAI's own client of the router
+
+    async def chat(
+        self, text: str, *, reason: Any = FINISH_REASON_STOP, **fields: Any
+    ) -> tuple[Any, str]:
+        """Return the choice for `text` with OpenAI's client, and the prompt."""
+        asked = self.client.chat.completions.create(
+            **{"messages": HELLO, "model": self.model, **fields}
+        )
+        submit, answer = await self.answered(asked, text, reason=reason)
+        return answer.choices[0], self.text(submit.token_ids)
 
 
 @asynccontextmanager
@@ -324,4 +328,4 @@ async def api_for(model: Path, **knobs: Any) -> AsyncIterator[Api]:
         async with openai.AsyncOpenAI(
             base_url=url, api_key="x", max_retries=0, http_client=http
         ) as client:
-            yield Api(client, node, router, grpc_client, str(model), Spoken(model))
+            yield Api(node, router, grpc_client, str(model), Spoken(model), client=client)
