@@ -1,11 +1,18 @@
 // The prompt box. It sends a prompt, streams the response and shows its latency.
 
-import { byId, element, keep, say } from "./dom.js";
-import { EXAMPLES } from "./examples.js";
-import { duration } from "./format.js";
+import { byId, element, keep, say, showFacts } from "./dom.js";
+import { duration, speed } from "./format.js";
 import { fetchWithKey } from "./key.js";
-import { speed } from "./speed.js";
-import { events } from "./sse.js";
+
+/** Example prompts by the model's name at the router. */
+const EXAMPLES = {
+  "baton-demo": [
+    "add 27 15 =",
+    "copy red fox moon =",
+    "reverse a b c d =",
+    "anna = paris, bob = rome, carl = oslo, bob =",
+  ],
+};
 
 export class Ask {
   /** `onEnd(id)` is called when a request of this form that got a response ends. */
@@ -68,7 +75,7 @@ export class Ask {
   describe(facts) {
     this.facts = new Map([...this.facts, ...facts]);
     byId("facts").hidden = false;
-    keep(byId("facts"), [...this.facts], ([name]) => name, makeFact, (fact, [, value]) => say(fact.lastChild, value));
+    showFacts(byId("facts"), [...this.facts]);
   }
 
   async send() {
@@ -190,7 +197,29 @@ class Run {
   }
 }
 
-const makeFact = ([name]) => element("div", {}, element("dt", {}, name), element("dd"));
+/**
+ * Yields the content of every event of a body, until [DONE]: one `data:` line of JSON each.
+ * Throws if the stream ends without it, because the response is then incomplete.
+ */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    while (true) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("The connection closed before the response was complete.");
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.startsWith("data: ") ? part.slice(6) : "";
+        if (data === "[DONE]") return;
+        if (data) yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
 
 async function reason(answer) {
   const content = await answer.json().catch(() => null);

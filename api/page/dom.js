@@ -30,6 +30,16 @@ export function mark(target, name, value) {
   if (target.getAttribute(name) !== value) target.setAttribute(name, value);
 }
 
+/** Returns a table row of empty cells with these classes. */
+export const tableRow = (...classes) =>
+  element("tr", {}, ...classes.map((name) => element("td", { class: name || null })));
+
+/** Shows pairs of name and text in a description list. */
+export function showFacts(list, facts) {
+  const make = ([name]) => element("div", {}, element("dt", {}, name), element("dd"));
+  keep(list, facts, ([name]) => name, make, (item, [, value]) => say(item.lastChild, value));
+}
+
 /**
  * Keeps one child of `parent` for each item, in order, by key. Children are created once and updated
  * in place, so focus, scroll position and open details stay.

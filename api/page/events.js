@@ -1,7 +1,7 @@
 // Events of one request on the router and on its nodes. They are loaded only while the section is
 // open, because the router has to query every node.
 
-import { byId, element, keep, say } from "./dom.js";
+import { byId, keep, say, tableRow } from "./dom.js";
 import { duration } from "./format.js";
 import { fetchJson } from "./feed.js";
 
@@ -37,15 +37,7 @@ export class Events {
   }
 }
 
-const make = () =>
-  element(
-    "tr",
-    {},
-    element("td", { class: "number" }),
-    element("td", {}),
-    element("td", {}),
-    element("td", {}),
-  );
+const make = () => tableRow("number", "", "", "");
 
 function fill(line, { at_s: at, where, node, event }) {
   const [moment, place, what, detail] = line.children;

@@ -41,3 +41,15 @@ export const gigabytes = (gibPerS) => `${count((gibPerS * 2 ** 30) / 1e9)} GB/s`
 export function plural(number, one, many = `${one}s`) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
+
+/**
+ * Returns the TTFT and token rate of one request, as pairs of name and text. The prompt box and the
+ * timeline both use this, so that they show the same values. Args: a request from GET /requests.
+ */
+export function speed({ ttft_s: first, last_token_s: last, completion_tokens: made }) {
+  const known = first !== null && made > 1 && last > first;
+  return [
+    ["TTFT", duration(first)],
+    ["Tokens/s", known ? count((made - 1) / (last - first)) : "–"],
+  ];
+}

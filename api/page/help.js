@@ -2,8 +2,8 @@
 
 import { PHASES, phaseWords } from "./chart.js";
 import { byId, element } from "./dom.js";
+import { PATHS } from "./links.js";
 import { FACTS, HOLDERS, QUEUES } from "./nodes.js";
-import { PATHS } from "./paths.js";
 import { TILES } from "./totals.js";
 
 const PHASE_MEANINGS = Object.entries(PHASES).map(([name, { words }]) => [phaseWords(name), words]);

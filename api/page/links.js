@@ -2,8 +2,15 @@
 
 import { element, keep, mark, say, shape } from "./dom.js";
 import { gigabytes } from "./format.js";
-import { PATHS } from "./paths.js";
 
+/** Meaning of each data path between nodes. */
+export const PATHS = {
+  nvlink: "nvlink: copy between GPUs over NVLink",
+  cuda_ipc: "cuda_ipc: copy between GPUs of one host",
+  rdma: "rdma: read between hosts by their network cards",
+  cma: "cma: copy from another process of the same host by the kernel (cross-memory attach)",
+  tcp: "tcp: socket, used if no faster path works",
+};
 const LABEL_HEIGHT = 18;
 const LABEL_AT = 0.8; // position along the line, near the reading node, where lines do not overlap
 const BEND = 0.45; // of the distance between two columns

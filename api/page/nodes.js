@@ -2,7 +2,7 @@
 
 import { element, keep, mark, say } from "./dom.js";
 import { count, gigabytes, percent } from "./format.js";
-import { PATHS } from "./paths.js";
+import { PATHS } from "./links.js";
 
 /** Meaning of each holder of pages, in the order of the bar. */
 export const HOLDERS = {
@@ -34,14 +34,6 @@ export const QUEUES = {
   chunked: "prompts that are computed in chunks",
   on_device: "in the current chunk or the running batch",
   retracted: "retracted from the device, because pages were short or a higher priority needed them",
-};
-const STATES = {
-  ready: "ready",
-  paused: "paused",
-  starting: "starting",
-  draining: "draining",
-  unhealthy: "unhealthy",
-  unreachable: "unreachable",
 };
 /** Meaning of each figure of a node. */
 export const FACTS = {
@@ -120,8 +112,9 @@ function card(node, open, model) {
 function fill(child, node, rates) {
   mark(child, "data-state", node.state);
   const at = (selector) => child.querySelector(selector);
-  say(at(".state"), STATES[node.state] ?? node.state);
-  const [speed, unit] = mainRate(node, rates);
+  say(at(".state"), node.state);
+  const [counter, unit] = PRODUCTS[node.role];
+  const speed = rates.of(node.address, counter);
   say(at(".speed"), speed === undefined ? "" : `${count(speed)} ${unit}`);
   fillPages(at(".bar"), at(".amounts"), node.pages);
   keep(at(".facts"), facts(node, rates), (fact) => fact.label, makeFact, updateFact);
@@ -143,11 +136,6 @@ const PRODUCTS = {
   decode: ["generated_tokens", "tok/s"],
   encode: ["embedding_exports/completed", "images/s"],
 };
-
-function mainRate(node, rates) {
-  const [counter, unit] = PRODUCTS[node.role];
-  return [rates.of(node.address, counter), unit];
-}
 
 function fillPages(bar, amounts, pages) {
   const all = Object.values(pages).reduce((a, b) => a + b, 0);

@@ -1,6 +1,6 @@
 // The planner's report: the pressure of each role and the latest decisions.
 
-import { byId, element, keep, say } from "./dom.js";
+import { byId, keep, say, tableRow } from "./dom.js";
 import { age, count } from "./format.js";
 
 const SILENT_S = 30; // a planner reports every few seconds
@@ -29,14 +29,7 @@ function note(plan) {
   return `Mode: ${manner}. Pressure: ${numbers.join(", ")}${silent}`;
 }
 
-const make = () =>
-  element(
-    "tr",
-    {},
-    element("td", { class: "number" }),
-    element("td", {}),
-    element("td", {}),
-  );
+const make = () => tableRow("number", "", "");
 
 function fill(row, { ago_s: ago, what, because }) {
   const [when, said, why] = row.children;

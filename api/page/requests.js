@@ -1,6 +1,6 @@
 // The list of recent requests. One of them is selected.
 
-import { byId, element, keep, mark, say } from "./dom.js";
+import { byId, element, keep, mark, say, tableRow } from "./dom.js";
 import { duration } from "./format.js";
 import { fetchJson } from "./feed.js";
 import { silentWorkers } from "./totals.js";
@@ -62,15 +62,9 @@ export const finishReason = ({ outcome }) => (outcome === "live" ? "running" : o
 
 function make(request) {
   const name = element("button", { type: "button", class: "mono clip", title: request.id }, called(request));
-  return element(
-    "tr",
-    {},
-    element("td", { class: "name" }, name),
-    element("td", { class: "number" }),
-    element("td", { class: "number" }),
-    element("td", { class: "number" }),
-    element("td", { class: "end" }),
-  );
+  const row = tableRow("name", "number", "number", "number", "end");
+  row.firstChild.append(name);
+  return row;
 }
 
 function fill(row, request) {

@@ -1,11 +1,10 @@
 // One request: its facts, the phases of its TTFT, and all phases as bars.
 
 import { Chart, PHASES, phaseWords } from "./chart.js";
-import { byId, element, keep, mark, say } from "./dom.js";
-import { count, duration, plural } from "./format.js";
+import { byId, element, keep, mark, say, showFacts } from "./dom.js";
+import { count, duration, plural, speed } from "./format.js";
 import { fetchJson } from "./feed.js";
 import { called, finishReason } from "./requests.js";
-import { speed } from "./speed.js";
 
 const SLIVER = 0.15; // if the TTFT is a smaller share of the latency, the view starts with the TTFT
 const AGAIN_MS = 700; // while a request is running
@@ -62,7 +61,7 @@ export class Timeline {
   draw() {
     if (!this.request) return;
     const whole = document.querySelector("#span [value=whole]").checked;
-    fill(byId("timeline-facts"), facts(this.request));
+    showFacts(byId("timeline-facts"), facts(this.request));
     breakdown(this.request);
     this.chart.show(this.request, whole);
     table(this.request);
@@ -92,11 +91,6 @@ function facts(request) {
   if (request.trace_id) shown.push(["Trace", request.trace_id]);
   if (request.error) shown.push(["Error", request.error]);
   return shown;
-}
-
-function fill(list, shown) {
-  const make = ([name]) => element("div", {}, element("dt", {}, name), element("dd"));
-  keep(list, shown, ([name]) => name, make, (item, [, value]) => say(item.lastChild, value));
 }
 
 function breakdown({ ttft, ttft_s: all }) {
