@@ -130,29 +130,19 @@ _MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
 AUDIENCE = "http"  # audience of operators' tokens
 
 
-class OperatorCheck:
-    """Check of operators' credentials. For any thread.
+def proves_operator(secrets: SecretStore, key: str) -> bool:
+    """Return whether a bearer key proves an operator.
 
-    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton cluster-secret
-    --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
-    expires.
+    It may be an operator's key, as printed by `baton cluster-secret --operator`, or a token of role
+    operator for AUDIENCE. Such a token may be reused until it expires.
     """
-
-    def __init__(self, keyrings: SecretStore) -> None:
-        self._keyrings = keyrings
-
-    def accepts(self, authorization: str) -> bool:
-        """Return whether the value of an authorization header proves an operator."""
-        if authorization[: len(_BEARER)].lower() != _BEARER:
-            return False
-        word = authorization[len(_BEARER) :].strip()
-        keyring = self._keyrings.current()
-        if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
-            return True
-        try:
-            return tokens.verify(keyring, word, AUDIENCE).role == "operator"
-        except AuthRejection:
-            return False
+    keyring = secrets.current()
+    if any(hmac.compare_digest(key.encode(), own.encode()) for own in operator_keys(keyring)):
+        return True
+    try:
+        return tokens.verify(keyring, key, AUDIENCE).role == "operator"
+    except AuthRejection:
+        return False
 
 
 class ApiKeyGuard:
@@ -161,20 +151,20 @@ class ApiKeyGuard:
     def __init__(
         self,
         keyring: ApiKeys | None,  # the API keys. None: clients need no key
-        operators: OperatorCheck | None,  # None: the router has no cluster secret
+        secrets: SecretStore | None,  # None: the router has no cluster secret
         metrics: RouterMetrics,
         *,
         operators_prove: bool,  # operators need a credential even without a keyring
     ) -> None:
         self._keyring = keyring
-        self._operators = operators
+        self._secrets = secrets
         self._metrics = metrics
         operators_prove = operators_prove or keyring is not None
         self._must_prove: Mapping[Access, bool] = {
             "public": False,
             "client": keyring is not None,
             "operator": operators_prove,
-            "commander": operators_prove or operators is not None,
+            "commander": operators_prove or secrets is not None,
         }
         self._operator = Client("the cluster's operator", operator=True)
         self._log = ThrottledLog(log, Throttle())
@@ -223,7 +213,7 @@ class ApiKeyGuard:
         if self._keyring is not None and len(key) <= _MAX_KEY_CHARACTERS:
             held = self._keyring.find(key)
         if held is None:
-            if self._operators is not None and self._operators.accepts(authorization):
+            if self._secrets is not None and proves_operator(self._secrets, key):
                 return self._operator
             sentence = "this API key is unknown to this router"
             raise self._rejected("unknown_key", Unauthenticated(sentence), address)

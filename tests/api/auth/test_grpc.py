@@ -267,7 +267,7 @@ async def test_the_clusters_operator_key_works_without_an_entry(model, keys, tmp
     for clients in (keys, ClientsConfig()):
         async with router_for(model, decode=NOBODY, front=front, clients=clients) as (client, _):
             ask = partial(client.stub.GetCluster, GetClusterRequest(), timeout=WAIT_S)
-            await ask(metadata=(("authorization", f"Bearer {key}"),))
+            await ask(metadata=(("authorization", f"bearer  {key}"),))
             for wrong in (f"Bearer {key}x", "Bearer nothing", ""):
                 await fails(ask(metadata=(("authorization", wrong),)), StatusCode.UNAUTHENTICATED)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.auth.guard import AUDIENCE, OperatorCheck
+from api.auth.guard import AUDIENCE, proves_operator
 from common.errors import ConfigError
 from common.identity import program, secret, tokens
 from common.identity.guard import ROLES
@@ -131,24 +131,19 @@ class Fixed:
 def test_only_an_operators_key_or_token_gives_access_over_http():
     old, new, stranger = new_secret(), new_secret(), keyring(new_secret())
     ring = keyring(f"{new} {old}")
-    accepts = OperatorCheck(Fixed(ring)).accepts
-    for key in operator_keys(ring):
-        assert accepts(f"Bearer {key}")
-        assert accepts(f"bearer  {key} ")
     token = tokens.sign(ring, "operator", "me", AUDIENCE).text
-    for _ in range(2):
-        assert accepts(f"Bearer {token}")
-    for shown in (
+    for key in (*operator_keys(ring), token, token):
+        assert proves_operator(Fixed(ring), key)
+    for key in (
         "",
-        "Basic eA==",
-        f"Bearer {new}",  # the secret itself must not be sent
-        f"Bearer {operator_keys(stranger)[0]}",
-        "Bearer \u20ac",
-        f"Bearer {tokens.sign(stranger, 'operator', 'me', AUDIENCE).text}",
-        f"Bearer {tokens.sign(ring, 'node', 'me', AUDIENCE).text}",
-        f"Bearer {tokens.sign(ring, 'operator', 'me', '/baton.v1.Node/Drain').text}",
+        new,  # the secret itself must not be sent
+        operator_keys(stranger)[0],
+        "\u20ac",
+        tokens.sign(stranger, "operator", "me", AUDIENCE).text,
+        tokens.sign(ring, "node", "me", AUDIENCE).text,
+        tokens.sign(ring, "operator", "me", "/baton.v1.Node/Drain").text,
     ):
-        assert not accepts(shown), shown
+        assert not proves_operator(Fixed(ring), key), key
 
 
 # Listening ----------------------------------------------------------------------------------------
