@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 
-from api.auth.guard import ApiKeyGuard, ApiKeys, OperatorCheck
+from api.auth.guard import ApiKeyGuard, ApiKeys
 from api.dialect.models import ModelNames
 from api.generation import Dispatcher, PriorityLimits, RequestLimiter, TimeBudget
 from api.http_checks import AllowedHosts, Cors
@@ -82,10 +82,7 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     held = keyrings(config.server.secret_file, "router")
     return Clients(
         guard=ApiKeyGuard(
-            keyring,
-            None if held is None else OperatorCheck(held),
-            metrics,
-            operators_prove=not (here_only or config.server.insecure),
+            *(keyring, held, metrics), operators_prove=not (here_only or config.server.insecure)
         ),
         keyring=keyring,
         hosts=AllowedHosts(host, config.clients.allowed_hosts),
@@ -229,11 +226,7 @@ async def make_pool(
             model cannot make the configured vectors or scores.
     """
     model = served_model(
-        files,
-        config.reasoning_parser,
-        config.tool_parser,
-        config.images,
-        config.tool_arguments,
+        *(files, config.reasoning_parser, config.tool_parser, config.images, config.tool_arguments)
     )
     resources.callback(model.prompts.close)
     name = config.served_model_name or files.name
@@ -246,47 +239,17 @@ async def make_pool(
     records = RequestRecords(metrics, base.tracer, name)
     changed = asyncio.Event()
     nodes = await _make_nodes(base, config, model, metrics, changed, "" if is_only else name)
+    budget = TimeBudget(config.request_timeout_s, config.max_queue_fraction)
     pooling_service = PoolingService(
-        Pooler(
-            model,
-            nodes.pooling,
-            admission,
-            records,
-            _time_budget(config),
-        ),
+        Pooler(model, nodes.pooling, admission, records, budget),
         files.pooling,
         way=config.pooling_type,
         reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
         has_nodes=bool(config.prefill),
     )
-    idempotency = IdempotencyCache(
-        _dispatcher(config, model, nodes.cluster, admission, records),
-        keep_s=config.idempotency_ttl_s,
-        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
-    )
-    names = ModelNames(name, nodes.cluster.adapters.by_name)
-    return ModelPool(
-        *(name, config, model, metrics, records, admission, *nodes),
-        changed=changed,
-        idempotency=idempotency,
-        pooling_service=pooling_service,
-        names=names,
-    )
-
-
-def _dispatcher(
-    config: RouterConfig,
-    model: ServedModel,
-    cluster: Cluster,
-    admission: RequestLimiter,
-    records: RequestRecords,
-) -> Dispatcher:
-    return Dispatcher(
-        model,
-        cluster,
-        admission,
-        records,
-        budget=_time_budget(config),
+    dispatcher = Dispatcher(
+        *(model, nodes.cluster, admission, records),
+        budget=budget,
         priorities=PriorityLimits(
             config.clients.priority,
             low_values_first=config.clients.low_priority_values_first,
@@ -294,10 +257,16 @@ def _dispatcher(
         returns_cached_tokens=not config.hide_cached_tokens,
         stream_interval=config.stream_interval,
     )
-
-
-def _time_budget(config: RouterConfig) -> TimeBudget:
-    return TimeBudget(config.request_timeout_s, config.max_queue_fraction)
+    idempotency = IdempotencyCache(
+        dispatcher,
+        keep_s=config.idempotency_ttl_s,
+        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
+    )
+    return ModelPool(
+        *(name, config, model, metrics, records, admission, *nodes),
+        *(changed, idempotency, pooling_service),
+        ModelNames(name, nodes.cluster.adapters.by_name),
+    )
 
 
 class _Nodes(NamedTuple):

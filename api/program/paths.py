@@ -193,43 +193,11 @@ def _of_models(
     return {path: {method: by_model(path, method) for method in paths[path]} for path in paths}
 
 
-def _of_model(pool: ModelPool, begin: Begin) -> MethodsByPath:
-    handlers = {**_generation(pool, begin), **_prompts(pool, begin), **_pooling(pool, begin)}
-    return {path: {"POST": handler} for path, handler in handlers.items()}
-
-
-def _generation(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown, model_format = pool.config.ignore_unknown_fields, pool.model.model_format
-    return {
-        path: GenerationEndpoint(
-            DialectReader(dialect, model_format, ignore_unknown=ignore_unknown),
-            pool.idempotency,
-            pool.metrics,
-            begin,
-            names=pool.names,
-        )
-        for path, dialect in DIALECTS.items()
-    }
-
-
 _PROMPTS: Mapping[str, tuple[Any, Mapping[str, IgnoredFields], PromptAnswer[Any], Words]] = {
     f"{MESSAGES_PATH}/count_tokens": (CountTokensFields, OF_COUNTED, count_tokens, ANTHROPIC),
     "/tokenize": (TokenizeFields, OF_TOKENIZE, tokenize, OPENAI),
     "/detokenize": (DetokenizeFields, OF_DETOKENIZE, detokenize, OPENAI),
 }
-
-
-def _prompts(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown, budget_s = pool.config.ignore_unknown_fields, pool.config.request_timeout_s
-    return {
-        path: PromptEndpoint(
-            BodyReader(fields, unsupported, ignore_unknown=ignore_unknown),
-            *(answer, pool.model, begin, pool.names, budget_s, words),
-        )
-        for path, (fields, unsupported, answer, words) in _PROMPTS.items()
-    }
-
-
 # Record of the body, its further known fields, the response, and the prefix of ids.
 _POOLING: Mapping[str, tuple[Any, Mapping[str, IgnoredFields], PoolingAnswer[Any], str]] = {
     "/v1/embeddings": (EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-"),
@@ -238,17 +206,27 @@ _POOLING: Mapping[str, tuple[Any, Mapping[str, IgnoredFields], PoolingAnswer[Any
 }
 
 
-def _pooling(pool: ModelPool, begin: Begin) -> Mapping[str, Handler]:
-    ignore_unknown = pool.config.ignore_unknown_fields
-    return {
-        path: PoolingEndpoint(
-            BodyReader(fields, unsupported, ignore_unknown=ignore_unknown),
-            *(answer, pool.pooling_service, pool.metrics, begin),
-            id_prefix=id_prefix,
-            names=pool.names,
+def _of_model(pool: ModelPool, begin: Begin) -> MethodsByPath:
+    names, budget_s = pool.names, pool.config.request_timeout_s
+    ignores = {"ignore_unknown": pool.config.ignore_unknown_fields}
+    handlers: dict[str, Handler] = {}
+    for path, dialect in DIALECTS.items():
+        reader = DialectReader(dialect, pool.model.model_format, **ignores)
+        handlers[path] = GenerationEndpoint(
+            reader, pool.idempotency, pool.metrics, begin, names=names
         )
-        for path, (fields, unsupported, answer, id_prefix) in _POOLING.items()
-    }
+    for path, (fields, others, answer, words) in _PROMPTS.items():
+        handlers[path] = PromptEndpoint(
+            BodyReader(fields, others, **ignores), answer, pool.model, begin, names, budget_s, words
+        )
+    for path, (fields, others, pooled, prefix) in _POOLING.items():
+        handlers[path] = PoolingEndpoint(
+            *(BodyReader(fields, others, **ignores), pooled, pool.pooling_service, pool.metrics),
+            begin,
+            id_prefix=prefix,
+            names=names,
+        )
+    return {path: {"POST": handler} for path, handler in handlers.items()}
 
 
 def _operations(operations: AdminOperations) -> MethodsByPath:
