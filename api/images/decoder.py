@@ -172,29 +172,24 @@ def fit_of(
     side = files.token_side
     match files.video.size if num_frames and files.video else files.size:
         case AreaSize() as size:
-            return _of_area((height, width), size, side, max_tokens, _Frames(1, 1))
+            return _of_area((height, width), size, side, max_tokens)
         case ClipSize() as size:
             grown = max(1.0, side / height, side / width)
             grown_size = int(height * grown), int(width * grown)
             whole = round(num_frames / files.frames) * files.frames
-            return _of_area(grown_size, size, side, max_tokens, _Frames(num_frames, whole))
-        case SquareSize() as size:
-            return _of_square(height, width, size, files.tokens_per_side, max_tokens)
+            return _of_area(grown_size, size, side, max_tokens, num_frames, whole)
+        case SquareSize(shorter_side=shorter):  # follows CLIPImageProcessor in transformers
+            longer = int(shorter * max(height, width) / min(height, width))
+            resized = (shorter, longer) if height <= width else (longer, shorter)
         case StretchedSize(side=whole_side):
-            count = files.tokens_per_side
-            _check_fixed(count, max_tokens)
-            return Fit(count, count, (whole_side, whole_side))
-
-
-class _Frames(NamedTuple):
-    """Numbers of frames whose pixels have a common limit.
-
-    Attributes:
-        rounded: number of frames, rounded to whole temporal patches.
-    """
-
-    number: int
-    rounded: int
+            resized = (whole_side, whole_side)
+    count = files.tokens_per_side
+    if count**2 > max_tokens:
+        raise InvalidRequest(
+            f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "
+            "is not supported"
+        )
+    return Fit(count, count, resized)
 
 
 def _of_area(
@@ -202,43 +197,29 @@ def _of_area(
     size: AreaSize | ClipSize,
     side: int,
     max_tokens: int,
-    frames: _Frames,
+    num_frames: int = 1,
+    rounded: int = 1,
 ) -> Fit:
     """Follow smart_resize of Qwen2VLImageProcessor and of Qwen3VLVideoProcessor in transformers.
 
     Args:
         given: height and width.
+        num_frames: number of frames whose pixels have a common limit.
+        rounded: that number, rounded to whole temporal patches.
     """
     height, width = given
-    most = min(size.max_pixels, max_tokens * side**2 * min(frames))
+    most = min(size.max_pixels, max_tokens * side**2 * min(num_frames, rounded))
     least = min(size.min_pixels, most)
     rows, columns = round(height / side), round(width / side)
-    pixels = rows * columns * side**2 * frames.rounded
+    pixels = rows * columns * side**2 * rounded
     if pixels > most:
-        shrink = math.sqrt(frames.number * height * width / most)
+        shrink = math.sqrt(num_frames * height * width / most)
         rows = max(1, math.floor(height / shrink / side))
         columns = max(1, math.floor(width / shrink / side))
     elif pixels < least:
-        grow = math.sqrt(least / (frames.number * height * width))
+        grow = math.sqrt(least / (num_frames * height * width))
         rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
     return Fit(rows, columns, (rows * side, columns * side))
-
-
-def _of_square(height: int, width: int, size: SquareSize, count: int, max_tokens: int) -> Fit:
-    """Follow CLIPImageProcessor in transformers. `count`: tokens per side."""
-    _check_fixed(count, max_tokens)
-    longer = int(size.shorter_side * max(height, width) / min(height, width))
-    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
-    return Fit(count, count, resized)
-
-
-def _check_fixed(count: int, max_tokens: int) -> None:
-    """Raise InvalidRequest if an image of `count` tokens per side has more than `max_tokens`."""
-    if count**2 > max_tokens:
-        raise InvalidRequest(
-            f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "
-            "is not supported"
-        )
 
 
 if __name__ == "__main__":
