@@ -43,7 +43,6 @@ class FingerprintSpan(msgspec.Struct):
     system_fingerprint: str | None
 
 
-Seed: TypeAlias = int | msgspec.UnsetType
 FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
 
 
@@ -53,7 +52,7 @@ class ChoiceEnd(msgspec.Struct, kw_only=True):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
-    seed: Seed = msgspec.UNSET
+    seed: int | msgspec.UnsetType = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
 
@@ -139,10 +138,8 @@ class _Response(ResponseContent):
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
         version = self._ends[self._choices.num - 1].version
-        envelope = _envelope(self._origin, self._choices.whole_object, choices, version, usage)
-        if self._choices.returns_prompt_ids:
-            envelope.prompt_token_ids = prompt_ids(self._pieces[0][0])
-        return encode(envelope)
+        first = self._pieces[0][0] if self._choices.returns_prompt_ids else None
+        return _encoded(self._origin, self._choices.whole_object, choices, version, usage, first)
 
     def _kept(self) -> Iterator[int]:
         """Yield the indices of the choices to return, the best first for each prompt."""
@@ -175,14 +172,17 @@ class _Chunks(ResponseContent):
 
     def _begin(self, version: ModelVersion) -> None:
         self._version = version
-        envelope = self._event((), self._usage)
-        self._before, _, self._after = envelope.rpartition(b"]")
+        self._before, _, self._after = self._event((), self._usage).rpartition(b"]")
 
     def _event(
-        self, choices: Sequence[msgspec.Struct], usage: OpenAiUsage | msgspec.UnsetType | None
+        self,
+        choices: Sequence[msgspec.Struct],
+        usage: OpenAiUsage | msgspec.UnsetType | None,
+        first: OutputChunk | None = None,
     ) -> bytes:
         kind = self._choices.chunk_object
-        return _event(_envelope(self._origin, kind, choices, self._version, usage))
+        content = _encoded(self._origin, kind, choices, self._version, usage, first)
+        return b"data: %b\n\n" % content
 
     def add(self, index: int, piece: OutputChunk | FinalChunk) -> bytes:
         if isinstance(piece, FinalChunk):
@@ -193,10 +193,7 @@ class _Chunks(ResponseContent):
         if piece.version != self._version:
             self._begin(piece.version)
         if self._choices.returns_prompt_ids and index == 0 and piece.prompt_token_ids:
-            kind = self._choices.chunk_object
-            first = _envelope(self._origin, kind, [chunk], self._version, self._usage)
-            first.prompt_token_ids = prompt_ids(piece)
-            return _event(first)
+            return self._event([chunk], self._usage, first=piece)
         return b"%b%b]%b" % (self._before, encode(chunk), self._after)
 
     def end(self) -> bytes:
@@ -206,32 +203,21 @@ class _Chunks(ResponseContent):
         return self._event((), usage) + DONE
 
 
-def seed_of(last: FinalChunk) -> Seed:
-    """Return the seed that reproduces a batch-invariant choice in a request of its own."""
-    return msgspec.UNSET if last.seed is None else last.seed
-
-
-def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
-    """Return the fingerprints of a choice, or unset if all tokens have the same one."""
-    if len(last.versions) < 2:
-        return msgspec.UNSET
-    return [
-        FingerprintSpan(span.first_token, span.version.system_fingerprint) for span in last.versions
-    ]
-
-
 def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
     """Return the fields that identify the versions of a response.
 
     They are the fingerprint of the last token, the fingerprint spans if there are several, and the
-    seed of a batch-invariant response.
+    seed that reproduces a batch-invariant response in a request of its own.
     """
-    fields: dict[str, Any] = {
-        "system_fingerprint": last.version.system_fingerprint,
-        "system_fingerprints": fingerprint_spans(last),
-        "seed": seed_of(last),
-    }
-    return {name: value for name, value in fields.items() if value is not msgspec.UNSET}
+    fields: dict[str, Any] = {"system_fingerprint": last.version.system_fingerprint}
+    if len(last.versions) > 1:
+        fields["system_fingerprints"] = [
+            FingerprintSpan(span.first_token, span.version.system_fingerprint)
+            for span in last.versions
+        ]
+    if last.seed is not None:
+        fields["seed"] = last.seed
+    return fields
 
 
 class ReturnedStates:
@@ -254,8 +240,9 @@ class ReturnedStates:
         The hidden state is empty if only one token was generated, as in SGLang.
         """
         choice.stop_reason = msgspec.UNSET if last.stop_reason is None else last.stop_reason
-        choice.system_fingerprints = fingerprint_spans(last)
-        choice.seed = seed_of(last)
+        fields = fingerprint_fields(last)
+        choice.system_fingerprints = fields.get("system_fingerprints", msgspec.UNSET)
+        choice.seed = fields.get("seed", msgspec.UNSET)
         choice.routed_experts = self._experts.encoded
         if self._requested:
             choice.hidden_states = array("f", self._last).tolist()
@@ -270,20 +257,22 @@ def generated_ids(pieces: Sequence[OutputChunk]) -> list[int]:
     return [token for piece in pieces for token in piece.token_ids]
 
 
-def _envelope(
+def _encoded(
     origin: RequestOrigin,
     kind: str,
     choices: Sequence[msgspec.Struct],
     version: ModelVersion,
     usage: OpenAiUsage | msgspec.UnsetType | None,
-) -> ResponseEnvelope:
-    return ResponseEnvelope(
-        *(origin.id, kind, origin.created, origin.model, choices), version.system_fingerprint, usage
+    first: OutputChunk | None,
+) -> bytes:
+    """Return the envelope. `first`: piece with the prompt's token ids, if they are returned."""
+    return encode(
+        ResponseEnvelope(
+            *(origin.id, kind, origin.created, origin.model, choices),
+            *(version.system_fingerprint, usage),
+            msgspec.UNSET if first is None else prompt_ids(first),
+        )
     )
-
-
-def _event(envelope: ResponseEnvelope) -> bytes:
-    return b"data: " + encode(envelope) + b"\n\n"
 
 
 def _usage(ends: dict[int, FinalChunk], num_per_prompt: int) -> OpenAiUsage:
