@@ -51,23 +51,15 @@ class FieldShape:
     unsupported: Mapping[str, IgnoredFields]
 
     @classmethod
-    def of(cls, record: type[msgspec.Struct], unsupported: Mapping[str, IgnoredFields]) -> Self:
-        """Return the shape of a record.
-
-        Args:
-            unsupported: fields of `record` that accept only certain values.
-        """
-        return cls._of(inspect.type_info(record), unsupported)  # type: ignore[arg-type]
-
-    @classmethod
-    def _of(cls, record: inspect.StructType, unsupported: Mapping[str, IgnoredFields]) -> Self:
+    def of(cls, record: inspect.StructType, unsupported: Mapping[str, IgnoredFields]) -> Self:
+        """Return the shape of a record. `unsupported`: fields that accept only certain values."""
         types = {field.encode_name: field.type for field in record.fields}
         ignored = {name for name, kind in types.items() if kind == _IGNORED}
         refused = {name: only() for name, kind in types.items() if kind == _NOTHING}
         refused |= unsupported
         return cls(
             {
-                name: None if (inner := _record_in(kind)) is None else cls._of(inner, {})
+                name: None if (inner := _record_in(kind)) is None else cls.of(inner, {})
                 for name, kind in types.items()
                 if name not in ignored and name not in refused
             },
@@ -270,7 +262,7 @@ def _extended(
         kw_only=True,
         forbid_unknown_fields=True,
     )
-    return record, FieldShape.of(record, others)
+    return record, FieldShape.of(inspect.type_info(record), others)  # type: ignore[arg-type]
 
 
 def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:

@@ -284,9 +284,13 @@ def samplings(
     """
     check_counts(fields.stop_token_ids or (), ())
     check_lengths(fields.logit_bias or (), fields.allowed_token_ids or (), ())
+    seeds = [
+        any_seed() if fields.seed is None else _derived(fields.seed, number)
+        for number in range(max(fields.n or 1, best_of))
+    ]
     first = SamplingParams(
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
-        seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
+        seed=seeds[0],
         temperature=_given(fields.temperature, 1.0),
         top_p=_given(fields.top_p, 1.0),
         top_k=fields.top_k or -1,  # other servers accept 0 for all, too
@@ -307,15 +311,7 @@ def samplings(
         guide=guide_of(fields),
         thinking_budget=-1 if thinking_budget is None else thinking_budget,
     )
-    return [
-        first,
-        *(
-            replace(
-                first, seed=any_seed() if fields.seed is None else _derived(fields.seed, number)
-            )
-            for number in range(1, max(fields.n or 1, best_of))
-        ),
-    ]
+    return [first, *(replace(first, seed=seed) for seed in seeds[1:])]
 
 
 def choices(

@@ -286,10 +286,12 @@ class GenerationEndpoint:
         content, num = call.content(origin), len(call.requests)
         reply = HttpReply(content, num, request, headers, stream=call.stream)
         traceparent = request.header("traceparent")
-        session_id = _session_id(request, call)
+        # Headers take precedence, because proxies can set them.
+        named = request.header("x-session-id") or request.header("x-smg-routing-key")
+        same = {"label": label, "session_id": named or call.session_id, "adapter": adapter}
         choices = [
-            replace(choice, request_id=own, label=label, session_id=session_id, adapter=adapter)
-            for choice, own in zip(call.requests, _ids(request_id, call), strict=True)
+            replace(choice, request_id=f"{request_id}-{index}" if num > 1 else request_id, **same)
+            for index, choice in enumerate(call.requests)
         ]
         try:
             await self._generate(choices, client, reply, traceparent, retry)
@@ -333,18 +335,6 @@ class GenerationEndpoint:
 def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
     """Return the id headers. Proxies expect their own x-request-id back."""
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
-
-
-def _ids(request_id: str, call: EndpointCall) -> list[str]:
-    if len(call.requests) == 1:
-        return [request_id]
-    return [f"{request_id}-{index}" for index in range(len(call.requests))]
-
-
-def _session_id(request: HttpRequest, call: EndpointCall) -> str:
-    """Return the session id. Headers take precedence, because proxies can set them."""
-    named = request.header("x-session-id") or request.header("x-smg-routing-key")
-    return named or call.session_id
 
 
 # Returns the response to a prompt's fields. Raises ApiError or ServingError.

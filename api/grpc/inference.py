@@ -126,7 +126,7 @@ class InferenceService:
         """Stream the response to one prompt. Cancelling the call cancels it on every node."""
 
         with self._begun(context) as client:
-            key, request_id = _metadata(context, "idempotency-key"), new_request_id()
+            key, request_id = metadata(context, "idempotency-key"), new_request_id()
             content = partial(request.SerializeToString, deterministic=True)
             retry = self._idempotency.retry(client, key, content, request_id) if key else None
             if retry is not None:
@@ -149,7 +149,7 @@ class InferenceService:
                     _fill_in(parser, piece, response)
                 await context.write(response)
 
-            call = params, client, write, _metadata(context, HEADER)
+            call = params, client, write, metadata(context, HEADER)
             if retry is None:
                 await self._idempotency.dispatcher.generate(*call)
             else:
@@ -247,7 +247,7 @@ class InferenceService:
                 client,
                 label=request.request_id,
                 request_id=new_request_id(),
-                traceparent=_metadata(context, HEADER),
+                traceparent=metadata(context, HEADER),
                 cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
                 timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
             )
@@ -266,7 +266,7 @@ class InferenceService:
             raise
 
 
-def _metadata(context: Context, name: str) -> str:
+def metadata(context: Context, name: str) -> str:
     """Return the call's metadata of that name, or ""."""
     for key, value in context.invocation_metadata() or ():
         if key == name and isinstance(value, str):

@@ -1,6 +1,6 @@
 """Registration of the `Router` gRPC service, with the authentication of its callers."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from api.admin.requests_endpoint import Explainer
 from api.admin.router_state import ClusterReport
 from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
-from api.grpc.inference import InferenceService
+from api.grpc.inference import InferenceService, metadata
 from api.http_checks import METHODS
 from api.requests.served_model import ByModel
 from common import rpc
@@ -131,18 +131,10 @@ class CallerResolver:
         access = METHODS[method]
 
         async def admit(context: Any) -> Client:
-            shown = authorization(context.invocation_metadata())
+            shown = metadata(context, _HEADER)
             return self._guard.identify(access, shown, address(context.peer()))
 
         return admit
-
-
-def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """Return the authorization in a call's metadata, like HTTP's header, or ""."""
-    for name, value in metadata or ():
-        if name == _HEADER and isinstance(value, str):
-            return value
-    return ""
 
 
 def address(peer: str) -> str:

@@ -19,7 +19,7 @@ from api.requests.generate_params import (
     check_vocabulary,
 )
 from api.requests.prompts import PromptEncoder, PromptInputs
-from api.text.stops import Automaton, StopRules, check_characters
+from api.text.stops import Automaton, StopRules
 from common.errors import InvalidRequest, check_at_most
 from common.request import RequestSpec, check_stream_interval
 from common.requests import sampling
@@ -140,7 +140,7 @@ async def _checked(
     params = request.sampling
     sampling.check(params)
     check_stop(request.stop)
-    check_stop_regex(request.stop_regex)
+    sampling.check_counts((), request.stop_regex, "stop_regex")
     check_bad_words(request.bad_words)
     session_id = request.session_id
     check_at_most("session_id", len(session_id), "characters", MAX_SESSION_ID_CHARACTERS)
@@ -315,17 +315,6 @@ def _check_characters(field: str, texts: Sequence[str]) -> None:
     for number, text in enumerate(texts):
         where = f"sampling.{field}[{number}]"
         check_at_most(where, len(text), "characters", MAX_STOP_CHARACTERS)
-
-
-def check_stop_regex(texts: Sequence[str]) -> None:
-    """Raise InvalidRequest for too many expressions, or for one that is too long to compile."""
-    if not texts:
-        return
-    sampling.check_counts((), texts, "stop_regex")
-    try:
-        check_characters(texts)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"sampling.stop_regex{error}") from None
 
 
 async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:

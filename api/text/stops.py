@@ -36,7 +36,9 @@ class Automaton:
             InvalidRequest: an expression is invalid or matches an empty text, or all of them are
                 too long. The message begins with its index.
         """
-        check_characters(texts)
+        for number, text in enumerate(texts):
+            check_at_most(f"[{number}]", len(text), "characters", MAX_EXPRESSION_CHARACTERS)
+        check_at_most("", sum(map(len, texts)), "characters", MAX_ALL_CHARACTERS)
         graph = Positions()
         for number, text in enumerate(texts):
             try:
@@ -65,13 +67,6 @@ class Automaton:
     def before(self, positions: int, character: str) -> int:
         """Return the positions that may have read the character before these."""
         return self._before[character == "\n"](positions)
-
-
-def check_characters(texts: Sequence[str]) -> None:
-    """Raise InvalidRequest as an Automaton does, for the length of the texts only."""
-    for number, text in enumerate(texts):
-        check_at_most(f"[{number}]", len(text), "characters", MAX_EXPRESSION_CHARACTERS)
-    check_at_most("", sum(map(len, texts)), "characters", MAX_ALL_CHARACTERS)
 
 
 class _Steps:
