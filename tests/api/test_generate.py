@@ -12,7 +12,6 @@ from common import limits, rpc
 from protos.decode_pb2 import (
     FINISH_REASON_ABORT,
     FINISH_REASON_ERROR,
-    FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FromNode,
     RowLogprobs,
@@ -21,7 +20,6 @@ from protos.decode_pb2 import (
 )
 from protos.router_pb2 import (
     DetokenizeRequest,
-    GenerateRequest,
     GetModelRequest,
     TokenIds,
     TokenizeRequest,
@@ -128,15 +126,6 @@ async def test_cached_tokens_of_a_response_cut_by_a_stop_string_are_known(client
     node.say({number: ids("STOP")})
     usage = (await collect(call))[2].usage
     assert (usage.cached_tokens, usage.completion_tokens) == (1, len(ids("one") + ids("STOP")))
-
-
-async def test_a_stop_string_in_the_first_token_gives_no_text(client, node):
-    call = client.generate("x", sampling=Sampling(stop=["h"]))
-    number = (await node.submitted()).number
-    (the,) = ids(" the")
-    node.say({number: [the, the]})
-    text, tokens, last = await collect(call)
-    assert (text, tokens, last.usage.completion_tokens) == (" t", [the], 1)
 
 
 async def test_a_client_that_cancels_is_cancelled_on_the_node(client, node, router):
@@ -349,11 +338,3 @@ async def test_a_draining_status_stops_new_requests_and_keeps_active_ones(client
     assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
     node.finish(number, ids("done"))
     assert (await collect(call))[0] == "done"
-
-
-async def test_prompts_in_any_format_reach_the_node_as_tokens(client, node):
-    request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]))
-    call = client.stub.Generate(request)
-    submit = await node.complete(reason=FINISH_REASON_LENGTH)
-    assert list(submit.token_ids) == [5, 6, 7]
-    assert (await collect(call))[2].finish_reason == "length"

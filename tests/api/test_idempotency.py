@@ -191,13 +191,15 @@ def _retry(kept: IdempotencyCache, client: Client = ME, content: bytes = b"a") -
     return retry
 
 
-async def _follow(kept: IdempotencyCache, client: Client = ME, content: bytes = b"a") -> str:
+async def _follow(
+    kept: IdempotencyCache, client: Client = ME, request: GenerateParams | None = None
+) -> str:
     texts: list[str] = []
 
     async def write(piece: OutputChunk | FinalChunk) -> None:
         texts.append(piece.text)
 
-    await kept.generate(_request(), client, write, retry=_retry(kept, client, content))
+    await kept.generate(request or _request(), client, write, retry=_retry(kept, client))
     return "".join(texts)
 
 
@@ -307,11 +309,7 @@ async def test_only_the_length_of_a_prompt_is_kept():
     request.prompt.prompt = TokenIdsPrompt(given)
     tokens = weakref.ref(given)
     scripted.said.put_nowait(_last("a"))
-
-    async def write(piece: OutputChunk | FinalChunk) -> None:
-        pass
-
-    await kept.generate(request, ME, write, retry=_retry(kept))
+    await _follow(kept, request=request)
     del request, given
     await eventually(lambda: gc.collect() >= 0 and tokens() is None)
     assert len(kept) == 1

@@ -102,32 +102,6 @@ def test_responses_report_the_remaining_limits(clock):
     assert dict(KeyUsage(KeyLimits(), clock).headers()) == {}
 
 
-# Token bucket -------------------------------------------------------------------------------------
-
-
-def test_a_bucket_starts_full_and_refills_over_time():
-    clock = FakeClock(123_456_789)
-    bucket = TokenBucket(3, clock)
-    for _ in range(3):
-        assert bucket.wait_s(1) == 0
-        bucket.take(1)
-    assert bucket.wait_s(1) == pytest.approx(20)
-    clock.now += 20 * SECOND - 1
-    assert bucket.wait_s(1) > 0
-    clock.now += 1
-    assert bucket.wait_s(1) == 0
-
-
-def test_an_overdraft_is_refilled_first():
-    clock = FakeClock(123_456_789)
-    bucket = TokenBucket(60, clock)
-    bucket.take(60 + 30)
-    assert (bucket.remaining, bucket.wait_s(1)) == (0, pytest.approx(31))
-    clock.now += 31 * SECOND
-    assert (bucket.remaining, bucket.wait_s(1)) == (1, 0)
-    assert bucket.full_in_s == pytest.approx(59)
-
-
 @given(
     per_minute=st.integers(1, 10**7),
     events=st.lists(st.tuples(st.integers(0, 10**11), st.integers(1, 10**7)), max_size=30),

@@ -77,6 +77,8 @@ OF_CLIENTS: dict[str, Any] = {
     "seed": 1234,
     "logit_bias": {},
     "ignore_eos": True,
+    "top_k": 10,
+    "min_p": 0.0,
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
@@ -234,13 +236,13 @@ def test_a_misspelt_name_gets_a_suggestion(fields, meant):
 
 def test_a_field_with_a_neutral_value_changes_nothing():
     messages = [
-        {"role": "user", "content": "hi", "mood": None},
+        {"role": "user", "content": "hi", "name": "ada", "mood": None},
         {"role": "assistant", "content": [{"type": "text", "text": "ho", "mood": []}]},
     ]
     asked = read(CHATS, messages=messages, max_tokens=7, nothing=None, user="ada")
     prompt = asked.requests[0].prompt.prompt
     assert isinstance(prompt, ChatPrompt)
-    assert [turn.content for turn in prompt.turns] == ["hi", "ho"]
+    assert [*prompt.turns] == [ChatTurn("user", "hi", "ada"), ChatTurn("assistant", "ho")]
     assert (asked.requests[0].sampling.max_tokens, asked.session_id) == (7, "ada")
     with pytest.raises(ApiError, match=r"^max_tokens: Expected `int") as caught:
         read(CHATS, messages=messages, max_tokens="7", nothing=None)
@@ -310,9 +312,3 @@ async def test_a_header_names_the_ignored_fields(model):
         assert (refused.status, refused.error["param"]) == (400, "n")
         reported = await api.post("/tokenize", prompt="x", x=1)
         assert (reported.status, reported.headers["baton-ignored-fields"]) == (200, "x")
-
-
-def test_the_name_of_a_speaker_reaches_the_template():
-    (asked,) = read(CHATS, messages=[{"role": "user", "content": "hi", "name": "ada"}]).requests
-    assert isinstance(asked.prompt.prompt, ChatPrompt)
-    assert asked.prompt.prompt.turns == [ChatTurn("user", "hi", "ada")]

@@ -72,9 +72,12 @@ def encoded(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
+def data_url(content: bytes) -> str:
+    return f"data:image/any;base64,{base64.b64encode(content).decode()}"
+
+
 def part(content: bytes, detail: str = "auto") -> dict[str, Any]:
-    url = "data:image/any;base64," + base64.b64encode(content).decode()
-    return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+    return {"type": "image_url", "image_url": {"url": data_url(content), "detail": detail}}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -100,22 +103,13 @@ async def refused(api: Api, *parts: dict[str, Any]) -> str:
 
 
 async def test_nodes_receive_the_output_of_transformers_image_processor(api, model):
-    first, second = drawn(50, 33), drawn(200, 90, "RGBA", seed=1)
-    submit = await submitted(
-        api,
-        text("One "),
-        part(encoded(first, "JPEG")),
-        text(" and two "),
-        part(encoded(second, "WEBP", lossless=True)),
-    )
+    first = encoded(drawn(50, 33), "JPEG")
+    second = encoded(drawn(200, 90, "RGBA", seed=1), "WEBP", lossless=True)
+    submit = await submitted(api, text("One "), part(first), text(" and two "), part(second))
     images = from_proto(submit.images)
     check_images(images, submit.token_ids)
-    processor = image_processor(max_pixels=MAX_TOKENS * SIDE**2)
-    opened = [
-        Pillow.open(io.BytesIO(encoded(first, "JPEG"))),
-        Pillow.open(io.BytesIO(encoded(second, "WEBP", lossless=True))),
-    ]
-    expected = processor(opened, return_tensors="pt")
+    opened = [Pillow.open(io.BytesIO(each)) for each in (first, second)]
+    expected = image_processor(max_pixels=MAX_TOKENS * SIDE**2)(opened, return_tensors="pt")
     made = [encoder_inputs(image, files_of(model), CPU, torch.float32) for image in images]
     for name in ("pixel_values", "image_grid_thw"):
         together = torch.cat([each[name] for each in made])
@@ -197,10 +191,6 @@ async def test_an_image_is_rotated_by_its_orientation_tag(api):
     exif[0x0112] = 6
     submit = await submitted(api, part(encoded(drawn(64, 16), "JPEG", exif=exif)))
     assert (submit.images[0].rows, submit.images[0].columns) == (8, 2)
-
-
-def data_url(content: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def to_responses(content: bytes) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """/tokenize, /detokenize, and paths on which clients of vLLM and SGLang query a server."""
 
 from typing import Any
+from urllib.parse import quote
 
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
 from tests.api.rig import HELLO
@@ -68,7 +69,12 @@ async def test_invalid_input_of_the_tokenizer_is_rejected_by_name(api):
 async def test_a_server_describes_itself(api):
     (card,) = (await api.get("/v1/models")).json["data"]
     assert (card["id"], card["root"], card["parent"]) == (api.model, api.model, None)
+    assert card["object"] == "model"
     assert (card["max_model_len"], card["permission"]) == (CONTEXT_LENGTH, [])
+    assert (await api.get(f"/v1/models/{quote(api.model, safe='')}")).json == card
+    assert (await api.get("/v1/models/other")).status == 404
+    # Seen failing: there is no model '' here.
+    assert (await api.get("/v1/models/")).json == (await api.get("/v1/models")).json
     assert (await api.get("/version")).json["version"]
     for path in ("/get_model_info", "/model_info"):
         info = (await api.get(path)).json

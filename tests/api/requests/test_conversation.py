@@ -22,10 +22,6 @@ USER = ChatTurn("user", "hi")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 OPENING = PLAIN + "{% if add_generation_prompt %}[assistant]{% endif %}"
-CALLING = (
-    "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"
-)
 
 
 def prompt(source: str, *turns: ChatTurn, **fields: Any) -> str:
@@ -37,11 +33,6 @@ def prompt(source: str, *turns: ChatTurn, **fields: Any) -> str:
 
 def called(arguments: str = '{"a": 1}') -> ChatTurn:
     return ChatTurn("assistant", None, tool_calls=(PastToolCall("f", arguments, "call-1"),))
-
-
-def test_tools_reach_the_template():
-    assert '"name": "f"' in prompt(CALLING, tools=[TOOL])
-    assert prompt(CALLING).startswith("null[user]")
 
 
 def test_a_template_that_ignores_tools_gets_none():
@@ -94,10 +85,9 @@ def test_content_may_be_missing_only_in_a_message_with_calls():
     assert prompt("{{ 'x' + messages[0].content }}", ChatTurn("assistant", None)) == "x"
 
 
-def test_the_result_of_a_call_names_the_call():
-    answer = ChatTurn("tool", "42", name="f", tool_call_id="call-1")
-    source = "{% for m in messages %}{{ m.name }} {{ m.tool_call_id }} {{ m.content }}{% endfor %}"
-    assert prompt(source, answer) == "f call-1 42"
+def test_a_template_that_uses_names_of_speakers_gets_them():
+    source = "{% for m in messages %}{{ m.role }} {{ m.name or 'unnamed' }};{% endfor %}"
+    assert prompt(source, ChatTurn("user", "hi", "ada"), USER) == "user ada;user unnamed;"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -187,30 +177,24 @@ def test_a_clients_text_is_not_rendered_as_a_template():
         "{{ messages[0].tool_calls[0].function.arguments._text + 1 }}",
         "{% for x in range(1000000) %}x{% endfor %}{{ settings }}",
         "{{ '%s' % settings.nothing.nothing }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content.nothing }}",
+        "{{ 1 + messages[0].role }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_has_access_only_to_its_arguments(source):
+def test_an_error_of_a_template_rejects_the_request_and_it_can_access_only_its_arguments(source):
     settings: dict[str, Any] = {"settings": {}} if "settings" in source else {}
     with pytest.raises(InvalidRequest, match=r"^messages: refused by the model's chat template"):
         prompt(source + "{# tool_calls #}", called(), settings=settings)
 
 
-# Templates ----------------------------------------------------------------------------------------
-
-
-MESSAGES = [{"role": "user", "content": "<hi> & ü"}]
-
-
-def render(source: str) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
-        MESSAGES, max_characters=1000
-    )
-
-
 @pytest.mark.parametrize(
     "source, expected",
     [
-        ("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", "<s><hi> & ü</s>"),
+        ("{{ bos_token }}{{ messages[0]['content'] }}", "<s><hi> & ü"),
         ("{{ messages | tojson }}", '[{"role": "user", "content": "<hi> & ü"}]'),
         ("{% if tools %}x{% endif %}{{ add_generation_prompt }}", "True"),
         ("{% for m in messages %}{% break %}{% endfor %}done", "done"),
@@ -220,25 +204,9 @@ def render(source: str) -> str:
     ],
 )
 def test_a_template_renders(source, expected):
-    assert render(source) == expected
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[7].content.nothing }}",
-        "{{ 1 + messages[0].role }}",
-        "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_an_error_raised_by_a_template_rejects_the_request(source):
-    with pytest.raises(InvalidRequest, match="messages: refused"):
-        render(source)
+    assert prompt(source, ChatTurn("user", "<hi> & ü")) == expected
 
 
 def test_an_invalid_template_is_a_configuration_error():
     with pytest.raises(ConfigError, match="chat template"):
-        render("{% for %}")
+        ChatTemplate("{% for %}", {})

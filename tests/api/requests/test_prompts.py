@@ -90,14 +90,6 @@ async def test_a_text_that_is_too_long_by_its_first_pieces_is_not_encoded_comple
     assert encoder.num_encoded == 0
 
 
-async def test_messages_of_too_many_bytes_are_not_rendered():
-    template = "{{ raise_exception('rendered') }}"
-    with pytest.raises(InvalidRequest, match="messages has 10001 bytes of text"):
-        await prompts(Encoder(), template).checked(
-            ChatPrompt([ChatTurn("user", "x" * 9997)]), CLIENT
-        )
-
-
 async def test_rendering_stops_where_the_prompt_is_too_long():
     template = (
         "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
@@ -187,27 +179,6 @@ async def test_many_tokens_are_decoded_like_few():
     ids = tokenizer.encode(WORDS * 200, add_special_tokens=False).ids
     assert await subject.decode_any(ids) == subject.decode(ids) == WORDS * 200
     assert await subject.decode_any(ids[:5]) == subject.decode(ids[:5])
-
-
-class Remembering(Encoder):
-    """Records the text that it encodes."""
-
-    text = ""
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self.text = text
-        return await super().encode(text, add_special_tokens=add_special_tokens)
-
-
-async def test_a_template_that_uses_names_of_speakers_gets_them():
-    encoder = Remembering()
-    template = (
-        "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
-    )
-    template += "{{ m.content }};{% endfor %}"
-    turns = [ChatTurn("user", "hi", "ada"), ChatTurn("assistant", "ho")]
-    await prompts(encoder, template).encode(ChatPrompt(turns), CLIENT)
-    assert encoder.text == "user ada: hi;assistant: ho;"
 
 
 async def test_names_of_speakers_count_towards_the_limit_of_a_prompt():

@@ -10,20 +10,20 @@ import pytest
 
 from api.auth.client import by_address
 from api.dialect.fields import GenerationFields, choices, samplings
-from api.grpc.parsing import from_prompt, from_request
+from api.grpc.parsing import from_request
 from api.parsers.model_format import ModelFormat
 from api.requests import validation
 from api.requests.generate_params import MAX_MESSAGES, GenerateParams, ModelLimits, TextPrompt
 from api.requests.generate_params import TokenIdsPrompt as PromptIds
 from api.requests.prompts import PromptEncoder
-from api.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
+from api.requests.validation import MAX_STOP_CHARACTERS, budget_s, parse
 from api.text.chat_template import ChatTemplate
 from api.text.tokenizer import RouterTokenizer
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest
 from common.requests.sampling import SamplingParams
 from kvtransfer.pairs.codec import MAX_BUDGET_S
-from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from tests.api.models import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
@@ -32,9 +32,9 @@ LIMITS = ModelLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
 
 
-def prompts(template: ChatTemplate | None = TEMPLATE) -> PromptEncoder:
+def prompts() -> PromptEncoder:
     tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
-    return PromptEncoder(tokenizer, template, LIMITS, ModelFormat())
+    return PromptEncoder(tokenizer, TEMPLATE, LIMITS, ModelFormat())
 
 
 def tokens(*ids: int) -> TokenIds:
@@ -78,16 +78,9 @@ async def test_an_invalid_prompt_is_rejected(fields, sentence):
     "fields, sentence",
     [
         ({"max_tokens": -1}, "sampling.max_tokens"),
-        ({"max_tokens": 0}, "sampling.max_tokens"),
-        *(({"temperature": each}, "sampling.temperature") for each in (math.nan, math.inf, -0.5)),
+        *(({"temperature": each}, "sampling.temperature") for each in (math.nan, math.inf)),
         ({"top_p": 1.1}, "sampling.top_p"),
-        ({"top_p": 0.0}, "sampling.top_p"),
         ({"top_k": 0}, "sampling.top_k"),
-        ({"min_p": 1.5}, "sampling.min_p"),
-        ({"frequency_penalty": 3.0}, "sampling.frequency_penalty"),
-        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
-        ({"stop": [""]}, "sampling.stop"),
-        ({"stop_token_ids": list(range(17))}, "sampling.stop_token_ids"),
         ({"repetition_penalty": 1e30}, "sampling.repetition_penalty must be from 1e-6 to 1e6"),
         ({"stop": ["x", "y" * (MAX_STOP_CHARACTERS + 1)]}, r"sampling.stop\[1\]"),
         ({"stop_token_ids": [1, VOCABULARY_SIZE]}, r"sampling.stop_token_ids\[1\]"),
@@ -219,17 +212,6 @@ def test_the_timeout_is_the_shorter_of_the_clients_and_the_routers():
     assert budget_s(900.0, 600.0) == 600.0
 
 
-def test_a_request_id_has_a_length_limit():
-    with pytest.raises(InvalidRequest, match="request_id has 257"):
-        check_label("x" * 257)
-
-
-async def test_messages_without_a_template_are_rejected():
-    request = TokenizeRequest(messages=messages(("user", "x")))
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        await prompts(None).encode(from_prompt(request), CLIENT)
-
-
 @pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44)])
 async def test_the_default_of_max_tokens_is_the_remaining_context(asked, expected):
     sampling = await parsed(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
@@ -254,18 +236,6 @@ async def test_the_longest_prompt_leaves_room_for_one_token():
 async def test_an_unset_seed_is_random_and_a_set_one_is_kept():
     assert len({(await parsed(text="x")).seed for _ in range(8)}) == 8
     assert (await parsed(text="x", sampling=Sampling(seed=0))).seed == 0
-
-
-async def test_special_tokens_start_a_text_but_not_a_rendered_template():
-    plain = byte_level_tokenizer()
-    text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")), CLIENT)
-    assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
-    chat = await prompts().encode(
-        from_prompt(TokenizeRequest(messages=messages(("user", "the fox")))), CLIENT
-    )
-    rendered = "<s>[user] the fox\n[assistant]"
-    assert chat == plain.encode(rendered, add_special_tokens=False).ids
-    assert chat.count(0) == 1
 
 
 async def test_a_tokenizer_saved_with_truncation_still_encodes_everything():
