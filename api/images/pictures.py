@@ -256,7 +256,8 @@ LOW_DETAIL_TOKENS = 256
 class _Content(NamedTuple):
     """An image's file, or base64 of it."""
 
-    given: bytes | str
+    given: bytes
+    is_base64: bool
     num_bytes: int  # upper bound of the file's size
 
 
@@ -385,7 +386,7 @@ class ImageLoader:
         most = self._config.max_tokens_per_image
         if image.low_detail:
             most = min(most, LOW_DETAIL_TOKENS)
-        job = self._job(content, most, min(room))
+        job = ImageJob(content.given, content.is_base64, self._files, most, min(room))
         one = await self.decoding.decoded(job, client)
         return Image(0, one.rows, one.columns, one.pixels)
 
@@ -401,17 +402,18 @@ class ImageLoader:
         frames = patches * self._files.frames
         most = min(self._config.max_tokens_per_image, self._max_squares // frames)
         left = min(room.tokens // patches, room.squares // frames)
-        decoded = [
-            await self.decoding.decoded(self._job(content, most, left, len(contents)), client)
-            for content in contents
+        jobs = [
+            ImageJob(each.given, each.is_base64, self._files, most, left, len(contents))
+            for each in contents
         ]
+        decoded = [await self.decoding.decoded(job, client) for job in jobs]
         return list(patches_of(decoded, video.fps, self._files, room.tokens))
 
     async def _content(self, source: str | bytes, left: int) -> _Content:
         if isinstance(source, bytes):
             if len(source) > left:
                 raise InvalidRequest(_TOO_LARGE)
-            return _Content(source, len(source))
+            return _Content(source, False, len(source))
         if not source.startswith("data:"):
             if self._fetch is None:
                 raise InvalidRequest(
@@ -419,7 +421,7 @@ class ImageLoader:
                     "data:...;base64"
                 )
             fetched = await self._fetch(source, left)
-            return _Content(fetched, len(fetched))
+            return _Content(fetched, False, len(fetched))
         head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):
             raise InvalidRequest(
@@ -429,10 +431,4 @@ class ImageLoader:
             raise InvalidRequest(_TOO_LARGE)
         if not body.isascii():
             raise InvalidRequest("an image is not valid base64: it has non-ASCII characters")
-        return _Content(body, min(left, 3 * len(body) // 4))
-
-    def _job(self, content: _Content, most: int, left: int, num_frames: int = 0) -> ImageJob:
-        given = content.given
-        is_base64 = isinstance(given, str)
-        file = given.encode() if isinstance(given, str) else given
-        return ImageJob(file, is_base64, self._files, most, left, num_frames)
+        return _Content(body.encode(), True, min(left, 3 * len(body) // 4))
