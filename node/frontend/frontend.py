@@ -327,7 +327,7 @@ class Node:
                 resources.stay()
             verdict = await self._ending.verdict(tenure.begin_drain, self._config.drain_timeout_s)
             if verdict is None:
-                successor = tenure.switch.successor
+                successor = tenure.successor
                 assert successor is not None
                 following = TenurePost.of(successor, post.start.address, self._metrics.trust)
                 await tenure.end(NodeUnavailable(f"this node becomes a {successor.role} node"))

@@ -19,7 +19,13 @@ from typing import Any
 import grpc.aio
 
 from common import rpc, tls
-from common.errors import EngineFault, ServingError
+from common.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    FailedPrecondition,
+    NodeUnavailable,
+    ServingError,
+)
 from common.identity.guard import CallAuthenticator, node_name
 from common.identity.program import guard_of, identity_of
 from common.identity.tokens import Identity
@@ -34,7 +40,6 @@ from node.frontend.engine_link import (
     RoleProgram,
     RoleServices,
 )
-from node.frontend.role_switch import RoleSwitch
 from node.frontend.service import CacheFeed, NodeIdentity, NodeService
 from node.messages import (
     CacheEventBatch,
@@ -49,6 +54,7 @@ from node.messages import (
     KvEvents,
     NodeCall,
     PoolingDone,
+    PrepareRole,
     QuarantineStarted,
     ResumeNode,
     StartRole,
@@ -223,13 +229,26 @@ class TenurePost:
         return cls(program, start, certificates, identity, guard)
 
 
+PREPARE_S = 600.0  # for host pages to be pinned, and graphs to be captured
+
+
 class RoleTenure:
     """The node in one role. Event loop only.
 
+    A switch to another role:
+
+        SERVING --switch--> DRAINING --nothing left--> PREPARING --made--> over: the other begins
+           ^                   |                          |
+           `-----too long------+-------it cannot be-------'
+
+    No request is lost: requests that could not migrate continue here if the switch fails.
+
     Args:
         transfer_socket: to the engine's transfer thread, of this role.
-        program_of: see RoleSwitch.
+        program_of: returns a role by name. Raises ServingError if this node cannot have it.
         publish: sends a batch of KV events to the subscribers.
+    Attributes:
+        successor: the next role, once this one has ended.
     """
 
     def __init__(
@@ -261,14 +280,10 @@ class RoleTenure:
         self._over = False
         self._health: rpc.Health
         self._server: grpc.aio.Server
-        self.switch = RoleSwitch(
-            engine,
-            program_of=program_of,
-            pause=self._pause,
-            resume=self._resume,
-            over=ending.role_over,
-            drain_s=config.server.drain_timeout_s,
-        )
+        self._program_of = program_of
+        self._drained = asyncio.Event()
+        self._switching: asyncio.Task[None] | None = None
+        self.successor: RoleProgram | None = None
         if post.ready is not None:
             self.notice(post.ready)
 
@@ -347,7 +362,7 @@ class RoleTenure:
             case GroupDrains():
                 self._ending.want("a node of the group drains")
             case Drained():
-                self.switch.drained()
+                self._drained.set()
                 self._ending.drained()
             case KvEvents():
                 self._publish(notice.payload)
@@ -357,8 +372,9 @@ class RoleTenure:
                 self._ending.engine_died(notice.reason)
 
     def begin_drain(self) -> None:
-        """Begin to drain, because the node must end."""
-        self.switch.cancel()
+        """Begin to drain, because the node must end. A switch is cancelled."""
+        if self._switching is not None:
+            self._switching.cancel()
         if self._supervision.ready is None:
             self._supervision.draining = True
             self._ending.now("nothing was running yet")
@@ -372,6 +388,48 @@ class RoleTenure:
         self._parts.end(last)
         self._cache_feed.end(last)
         await rpc.stop(self._server, _STREAMS_S)
+
+    async def switch(self, role: str) -> None:
+        """Switch to another role. Returns when that role is about to begin. The switch continues if
+        the caller is cancelled.
+
+        Raises:
+            ServingError: the node keeps its role, for the reason in the message.
+        """
+        self._engine.check_ready()
+        program = self._program_of(role)
+        if self._switching is not None:
+            raise FailedPrecondition("this node is already changing its role")
+        self._switching = task = asyncio.ensure_future(self._switch(program))
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NodeUnavailable("this node is shutting down")
+        task.result()
+
+    async def _switch(self, program: RoleProgram) -> None:
+        log.info("changing role %s", kv(to=program.role))
+        self._drained.clear()
+        self._pause()
+        try:
+            await self._until_drained()
+            await self._engine.ask(PrepareRole(program.role), timeout_s=PREPARE_S)
+        except ServingError as error:
+            log.warning("role change failed %s", kv(to=program.role, reason=error))
+            self._switching = None
+            self._resume()
+            raise
+        self.successor = program
+        self._ending.role_over()
+
+    async def _until_drained(self) -> None:
+        drain_s = self._config.server.drain_timeout_s
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._drained.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the requests of this node neither ended nor migrated within {drain_s:g} s"
+            ) from None
 
     def _pause(self) -> None:
         self._supervision.draining = True
@@ -401,7 +459,7 @@ class RoleTenure:
             supervision=self._supervision,
             cache_feed=self._cache_feed,
             drain=self._ending.want,
-            switch=self.switch.to,
+            switch=self.switch,
             pair_with=self._parts.pair_with,
         )
         add = node_pb2_grpc.add_NodeServicer_to_server
