@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given, settings
@@ -22,7 +21,6 @@ from common.process.ipc import encode_frame
 from common.request import Remaining, RequestSpec
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
-from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
 from decode_node import servicer
 from engine.batch.request import Request
@@ -192,12 +190,3 @@ def test_a_producers_message_is_rejected_or_accepted_by_a_consumer(
         encode_frame(PairMessage(1, record))
         end.received(1, record, 0.0)
         end.tick(0.0)
-
-
-@many
-@given(messages(decode_pb2.Timeline))
-def test_an_impossible_timeline_is_cut_to_its_possible_part(message: decode_pb2.Timeline) -> None:
-    timeline = from_proto(message, 10.0)
-    assert all(0.0 <= row.start <= row.end <= 10.0 for row in timeline.intervals)
-    parts = split_ttft(message, tokenize_s=0.1, place_s=0.1, ttft_s=1.0)
-    assert sum(parts) == pytest.approx(1.0)
