@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -181,53 +182,31 @@ def _unraisable(caught: "sys.UnraisableHookArgs") -> None:
     log.error("%s %s", where, kv(object=repr(caught.object)), exc_info=exc_info)
 
 
-class Throttle:
-    """Limits log lines by kind. For any thread."""
+class ThrottledLog:
+    """A logger with a rate limit for each sentence at each level. For any thread.
+
+    A sentence is one of few values, never text from clients.
+    """
 
     def __init__(
         self,
+        log: logging.Logger,
+        *,
         most: int = 10,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            most: number of lines of one kind per interval.
+            most: number of lines of one sentence per interval.
             interval_s: length in seconds of an interval, which begins with its first line.
         """
+        self._log = log
         self._most = most
         self._interval_s = interval_s
         self._clock = clock
-        self._intervals: dict[str, _Interval] = {}
+        self._intervals: dict[tuple[int, str], _Interval] = {}  # by level and sentence
         self._lock = threading.Lock()
-
-    def allowed(self, kind: str) -> Mapping[str, object] | None:
-        """Return additional fields for the line, or None if it is suppressed.
-
-        Args:
-            kind: one of few values, such as the line's sentence. Never text from clients.
-        """
-        with self._lock:
-            now = self._clock()
-            interval = self._intervals.get(kind)
-            more: dict[str, object] = {}
-            if interval is None or now >= interval.end:
-                left_out = max(0, interval.num_lines - self._most) if interval else 0
-                if left_out:
-                    more["left_out_before"] = left_out
-                interval = self._intervals[kind] = _Interval(now + self._interval_s)
-            interval.num_lines += 1
-            if interval.num_lines == self._most:
-                more["more_left_out_for_s"] = round(interval.end - now, 1)
-            return more if interval.num_lines <= self._most else None
-
-
-class ThrottledLog:
-    """A logger with a rate limit for each sentence at each level."""
-
-    def __init__(self, log: logging.Logger, throttle: Throttle) -> None:
-        self._log = log
-        self._throttle = throttle
 
     def info(self, sentence: str, **fields: object) -> None:
         self._write(logging.INFO, sentence, fields)
@@ -249,14 +228,28 @@ class ThrottledLog:
     ) -> None:
         if not self._log.isEnabledFor(level):
             return
-        more = self._throttle.allowed(f"{level} {sentence}")
+        more = self._allowed(level, sentence)
         if more is not None:
             self._log.log(level, f"{sentence} %s", kv(**fields, **more), exc_info=exc_info)
 
+    def _allowed(self, level: int, sentence: str) -> Mapping[str, object] | None:
+        """Return additional fields for the line, or None if it is suppressed."""
+        with self._lock:
+            now = self._clock()
+            interval = self._intervals.get((level, sentence))
+            more: dict[str, object] = {}
+            if interval is None or now >= interval.end:
+                left_out = max(0, interval.num_lines - self._most) if interval else 0
+                if left_out:
+                    more["left_out_before"] = left_out
+                interval = self._intervals[level, sentence] = _Interval(now + self._interval_s)
+            interval.num_lines += 1
+            if interval.num_lines == self._most:
+                more["more_left_out_for_s"] = round(interval.end - now, 1)
+            return more if interval.num_lines <= self._most else None
 
+
+@dataclass(slots=True)
 class _Interval:
-    __slots__ = ("end", "num_lines")
-
-    def __init__(self, end: float) -> None:
-        self.end = end
-        self.num_lines = 0  # written and suppressed lines
+    end: float
+    num_lines: int = 0  # written and suppressed lines

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.queueing import QueueEntry
 from common.request import Remaining
 from decode_node.active_requests import ActiveRequests
@@ -112,7 +112,7 @@ class IncomingHandoffs:
         # Prompts whose pages other requests wait to share.
         self._on_its_way: dict[bytes, DecodeState] = {}
         self._launch_by = 0.0  # one limit for all migrations that arrive now
-        self._log = ThrottledLog(log, Throttle(most=100))
+        self._log = ThrottledLog(log, most=100)
 
     def open(self, state: DecodeState, producer: ProducerUp, ticket: int = 0) -> None:
         """Open a hand-off at a producer.

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.page_tables import PageTables
 from decode_node.active_requests import ActiveRequests
 from decode_node.state import DecodeState, MigrationStage, OutgoingMigration
@@ -73,7 +73,7 @@ class OutgoingMigrations:
         self.in_progress: dict[int, OutgoingMigration] = {}
         self._refused: set[int] = set()  # serials of refused hand-offs, until they are closed
         self.lingers_until = -math.inf
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
 
     # Events of the transfer thread
 

@@ -26,7 +26,7 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.process.ipc import CallLane
 from common.queueing import QueueBacklog
 from common.request import NOT_ACCEPTED, PrefixHint, hints_from_proto
@@ -138,7 +138,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._abilities = abilities
         self._on_peers = on_peers
         self._first_message_s = first_message_s
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
         # Prefill nodes, and decode nodes from which requests or prefixes were requested.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from common.errors import ServingError
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.page_tables import PageTables
 from common.queueing import QueueEntry
 from common.request import RequestSpec
@@ -60,7 +60,7 @@ class HandoffHistory:
     """
 
     def __init__(self, send: Callable[[HandoffSpan], None]) -> None:
-        self._log = ThrottledLog(log, Throttle(most=100))
+        self._log = ThrottledLog(log, most=100)
         self._send = send
         self._open: dict[int, ProducerTimings] = {}
         self._ended = RequestHistory(ProducerTimings)

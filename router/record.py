@@ -18,7 +18,7 @@ from common.errors import (
     RequestAborted,
     ServingError,
 )
-from common.logs import Throttle, ThrottledLog, kv
+from common.logs import ThrottledLog, kv
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
 from common.tracing.context import UNTRACED, ChildSpan, TraceContext, Tracer, checked
 from protos import decode_pb2
@@ -174,7 +174,7 @@ class RequestRecords:
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
         self.metrics = metrics
-        self.refusals = ThrottledLog(log, Throttle())  # limited, because any client can cause many
+        self.refusals = ThrottledLog(log)  # limited, because any client can cause many
         self._model = model
         self._tracer = tracer
         self._live: dict[str, RequestTimeline] = {}

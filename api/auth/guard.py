@@ -22,7 +22,7 @@ from common.errors import (
 from common.identity import tokens
 from common.identity.guard import AuthRejection
 from common.identity.secret import SecretStore, operator_keys
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.watched_files import WatchedFiles
 from router.metrics import ApiKeyMetrics, RejectionReason, RouterMetrics
 
@@ -167,7 +167,7 @@ class ApiKeyGuard:
             "commander": operators_prove or secrets is not None,
         }
         self._operator = Client("the cluster's operator", operator=True)
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
 
     def identify(self, access: Access, authorization: str, address: str) -> Client:
         """Identify the caller of an operation.

@@ -28,7 +28,7 @@ from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, all_of
 from api.requests.served_model import ServedModel
 from common.errors import ServingError
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class GenerationEndpoint:
         self._metrics = metrics
         self._begin = begin
         self._names = names
-        self._refusals = ThrottledLog(log, Throttle())
+        self._refusals = ThrottledLog(log)
 
     async def __call__(self, request: HttpRequest) -> web.StreamResponse:
         """Serve a request. Cancelling this call cancels every choice on its nodes."""

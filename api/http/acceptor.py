@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Protocol, TypeAlias, cast
 
 from api.auth.fair_slots import ConnectionLimit, ConnectionSlot
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.rpc import join_address
 from router.metrics import RouterMetrics
 
@@ -92,7 +92,7 @@ class HttpContext:
         self.error_body = error_body
         self.metrics = metrics
         self.room = ConnectionLimit(limits.max_connections)
-        self.log = ThrottledLog(log, Throttle())  # about clients that are not served
+        self.log = ThrottledLog(log)  # about clients that are not served
         self.members: set[ConnectionMember] = set()
         self.all_gone = asyncio.Event()
         self.all_gone.set()

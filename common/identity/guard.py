@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 from common.errors import Forbidden, ServingError, Unauthenticated
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class CallAuthenticator:
     def __init__(self, identify: Identify, count: Count) -> None:
         self._identify = identify
         self._count = count
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
 
     def of(self, method: str) -> Callable[[Any], Awaitable[Caller]]:
         """Return the check for callers of a method. It is called with the call's context.

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from common.errors import InvalidRequest, ServingError
 from common.identity.guard import UNAUTHENTICATED
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-log_of_faults = ThrottledLog(log, Throttle())  # throttled, because callers may trigger a bug often
+log_of_faults = ThrottledLog(log)  # throttled, because callers may trigger a bug often
 S = TypeVar("S")
 # Called with the context of a call. Returns the caller for the servicer. Raises ServingError.
 Admit: TypeAlias = Callable[[Any], Awaitable[Any]]

@@ -26,7 +26,7 @@ from common.errors import (
     ProtocolViolation,
     ServingError,
 )
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import REFUSALS, PairMetrics, PairStreams, incoming, write
@@ -75,7 +75,7 @@ class PairDialer:
         self._metrics = metrics
         self._make_channel = make_channel
         self._times = times or DialTimes()
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
         self._wanted: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 

@@ -32,7 +32,7 @@ from common.errors import (
     Unauthenticated,
 )
 from common.identity.guard import CallAuthenticator, Caller, node_name
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.process.ipc import CallLane, FrameConnection
 from common.rpc.streams import OutgoingStream, StreamStatus, heard
 from kvtransfer.frontend_messages import (
@@ -122,7 +122,7 @@ class PairStreams:
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._hello: asyncio.Future[PairHello] = asyncio.get_running_loop().create_future()
         self._said_otherwise = asyncio.Event()  # replaced for each Hello
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
         self._numbers = itertools.count(1)
         self._streams: dict[int, PairStream] = {}
 

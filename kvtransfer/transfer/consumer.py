@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
-from common.logs import Throttle, ThrottledLog, kv
+from common.logs import ThrottledLog, kv
 from common.requests.namespace import WeightsId
 from kvtransfer.frontend_messages import EndStream, LocalHello, PairOpened, SendMessage
 from kvtransfer.messages import AnyMessage
@@ -129,7 +129,7 @@ class ConsumerSide:
         self._wake = wake
         self._meter = meter
         self._sums = sums
-        self._log = ThrottledLog(log, Throttle())
+        self._log = ThrottledLog(log)
         self._peers: dict[int, PairHello] = {}  # by stream
         self._links: dict[int, _StreamLink] = {}  # by stream
         self._link_events: deque[tuple[int, LinkEvent]] = deque()  # with their streams

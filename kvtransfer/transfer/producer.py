@@ -15,7 +15,7 @@ import msgspec
 
 from common.copy_map import NodeShape
 from common.errors import LayoutMismatch
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints
 from kvtransfer.frontend_messages import EndStream, PairOpened, SendMessage
@@ -36,7 +36,7 @@ from kvtransfer.transfer.paths import PageChecksums, PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest preparation. A consumer's dialer waits longer
-_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+_log = ThrottledLog(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 from common.config import TransferConfig
 from common.copy_map import NodeShape, Slice
 from common.errors import LayoutMismatch, TransferError
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from kernels.cpu import memory
 from kvtransfer import data_paths
 from kvtransfer.backends.base import (
@@ -36,7 +36,7 @@ from kvtransfer.transfer.paths import (
     map_of,
 )
 
-_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+_log = ThrottledLog(logging.getLogger(__name__))
 
 
 class RankOffers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.distribution import HistogramCounts
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from engine.batch.batch import BatchResult, Ints, PageCopies, ScheduleBatch
 from simulation.cost import StepCost, StepShape
 from simulation.device.sim_device import SimDevice
@@ -18,7 +18,7 @@ from simulation.device.witness import Words, torn
 _LONG_LAG_S = 0.1  # a longer lag is logged
 _MOST_LAG_S = 1.0
 _CATCHING_UP = 0.96  # shortest step of a node that lags, as a share of its modelled duration
-_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+_log = ThrottledLog(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from common.errors import EngineFault, TransferError
-from common.logs import Throttle, ThrottledLog, kv
+from common.logs import ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     PagePool,
@@ -78,7 +78,7 @@ class NixlListener:
 # maps, and counts the whole pool against RLIMIT_MEMLOCK.
 MAX_CONSUMERS = 64
 _Made = tuple[NixlListener, ...]
-_rare = ThrottledLog(logging.getLogger(__name__), Throttle())
+_rare = ThrottledLog(logging.getLogger(__name__))
 
 
 class ConsumerAgents:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from kvtransfer.backends.base import (
     CONNECT_S,
     PageCut,
@@ -57,7 +57,7 @@ _MAX_PENDING = 256
 _BACKLOG = 512
 _OUT_OF_DESCRIPTORS_S = 0.05
 _END_S = 5.0
-_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+_log = ThrottledLog(logging.getLogger(__name__))
 # Args: a blocking connection, owned by the callee. The peer's host. Its introduction.
 Admit: TypeAlias = Callable[[socket.socket, str, bytes], None]
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
-from common.logs import Throttle, ThrottledLog
+from common.logs import ThrottledLog
 from common.process import resources
 from common.rpc import services
 from common.rpc.services import MAX_FIELDS
@@ -102,7 +102,7 @@ async def test_errors_of_a_method_reach_the_caller_and_internal_errors_stay_priv
 
 # Seen failing with a plain logger: 30 tracebacks.
 async def test_internal_errors_caused_by_callers_write_few_log_lines(served, caplog, monkeypatch):
-    throttled = ThrottledLog(services.log, Throttle(interval_s=1e6))
+    throttled = ThrottledLog(services.log, interval_s=1e6)
     monkeypatch.setattr(services, "log_of_faults", throttled)
     stub = router_pb2_grpc.RouterStub(served[1])
     for _ in range(30):
