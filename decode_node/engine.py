@@ -131,7 +131,7 @@ class DecodeRole:
             self._computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
-        self._sharing.sources.tick(now)
+        self._sharing.sources.computing.tick(now)
         for finished in outcome.finished:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
@@ -151,7 +151,7 @@ class DecodeRole:
                 timings.prefilled = time.monotonic()
                 timings.note_first_token(timings.prefilled)
         self._queues.scheduled.backlog.serve(request.key, num_left)
-        self._sharing.sources.computed(request.key, num_left)
+        self._sharing.sources.computing.serve(request.key, num_left)
         if chunk.first_token is not None:
             self._active.outbox.begin(request.origin, request.cached_tokens)
         if chunk.prompt_logprobs is not None:

@@ -115,7 +115,7 @@ class PrefillRole:
                 self._ahead.computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
-        self._sharing.sources.tick(now)
+        self._sharing.sources.computing.tick(now)
         for finished in outcome.finished:
             if finished.corrupt_prefix is not None:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)

@@ -253,7 +253,7 @@ class OutgoingHandoffs:
         state.timings.num_chunks += 1
         num_left = len(chunk.request.token_ids) - chunk.end
         self._queues.scheduled.backlog.serve(state.key, num_left)
-        self._sharing.sources.computed(state.key, num_left)
+        self._sharing.sources.computing.serve(state.key, num_left)
         if chunk.first_token is None:
             self._publish(state, self._whole_pages(chunk.end))
             return

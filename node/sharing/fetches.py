@@ -40,12 +40,21 @@ LEAST_PAGES = 2  # minimum size of a fetch
 TIMES_EXPECTED = 3.0
 
 
-@dataclass(slots=True, eq=False)
-class _Fetch:
+@dataclass(frozen=True, slots=True, eq=False)
+class _FetchOption:
+    """A possible fetch from another node."""
+
     producer: ProducerUp
-    token_ids: Ints  # whole pages
+    token_ids: Ints  # from the start of the prompt, whole pages
     namespace: Namespace
     prefix_tokens: int  # number of these tokens that are already cached here
+    read_s: float  # expected seconds until the pages are here
+    ticket: int = 0  # of the request that the producer runs
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    option: _FetchOption
     fresh: Ints  # pages for the data, held until no bytes can land in them
     began: float
     waiting: set[int] = field(default_factory=set)  # keys of the waiting requests
@@ -56,23 +65,11 @@ class FetchedPrefix(NamedTuple):
     producer: int  # instance id
 
 
-@dataclass(frozen=True, slots=True)
-class _FetchOption:
-    """A possible fetch from another node."""
-
-    producer: ProducerUp
-    num_tokens: int  # tokens from the start of the prompt
-    num_pages: int
-    read_s: float
-    saved_s: float
-
-
 class PrefixFetches:
     """The fetches of this node. Requests are named by their keys. Engine thread only.
 
     Attributes:
         costs: measured costs of fetches.
-        keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.
         fetched: prefixes that were fetched for requests.
         pages_in_use: held until no bytes can land in them.
@@ -99,7 +96,6 @@ class PrefixFetches:
         self._tables = tables
         self._shared = shared
         self.costs = PrefixReadCosts(config.max_cost_ratio)
-        self.keys: set[int] = set()
         self.open: dict[HandoffId, _Fetch] = {}
         self.pages_in_use: dict[HandoffId, Ints] = {}
         self.waits: dict[int, HandoffId] = {}
@@ -134,12 +130,8 @@ class PrefixFetches:
         if not self._enabled or not hints:
             return False
         wanted = token_ids[:-1]  # the last token is always computed, because its logits are needed
-        own = self._cache.match(wanted, namespace).num_tokens
-        now = self._clock()
-        option = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
-        if option is None:
-            return False
-        return self._wait(key, option, wanted, namespace, own, room, now)
+        option = self._cheapest(hints, wanted, namespace, token_s, queued_s)
+        return option is not None and self._wait(key, option, room)
 
     def copy(
         self,
@@ -163,12 +155,12 @@ class PrefixFetches:
         if not self._enabled or producer is None:
             return False
         own = self._cache.match(token_ids, namespace).num_tokens
-        end = len(token_ids) // self._tables.page_size * self._tables.page_size
-        if end - own < LEAST_PAGES * self._tables.page_size:
+        end = self._end_of_fetch(len(token_ids), own)
+        if not end:
             return False
-        now = self._clock()
-        option = self._option(producer, own, end, 0.0, now)
-        return self._wait(key, option, token_ids, namespace, own, room, now, ticket)
+        return self._wait(
+            key, self._option(producer, token_ids[:end], namespace, own, ticket), room
+        )
 
     def take_over(self) -> list[int]:
         """Return the keys whose fetch has ended since the last call, successfully or not."""
@@ -176,8 +168,7 @@ class PrefixFetches:
         return list(over)
 
     def forget(self, key: int) -> None:
-        """Forget a request. Its fetch continues, for the tree."""
-        self.keys.discard(key)
+        """Forget a request, if it is known. Its fetch continues, for the tree."""
         self.fetched.pop(key, None)
         self._over.pop(key, None)
         handoff_id = self.waits.pop(key, None)
@@ -187,119 +178,100 @@ class PrefixFetches:
     def _cheapest(
         self,
         hints: Sequence[PrefixHint],
-        num_tokens: int,
-        own: int,
+        token_ids: Ints,
+        namespace: Namespace,
         token_s: float,
         queued_s: float,
-        now: float,
     ) -> _FetchOption | None:
         """Return the cheapest fetch, or None if computing is cheaper or no paired node has much
         more of the prompt.
         """
+        own = self._cache.match(token_ids, namespace).num_tokens
         options, much = [], False
         for hint in hints:
-            end = min(hint.num_tokens, num_tokens) // self._tables.page_size
-            end *= self._tables.page_size
-            if end - own < LEAST_PAGES * self._tables.page_size:
-                continue
-            much = True
+            end = self._end_of_fetch(min(hint.num_tokens, len(token_ids)), own)
+            much = much or end > 0
             producer = self._shared.producers.get(hint.address)
-            if producer is not None:
-                options.append(self._option(producer, own, end, token_s, now))
+            if end and producer is not None:
+                options.append(self._option(producer, token_ids[:end], namespace, own))
         if not options:
             self.counts["prefix_fetches/unpaired"] += much
             return None
-        best = max(options, key=lambda option: option.saved_s)
-        num_fresh = best.num_tokens - own
+        best = max(options, key=lambda option: len(option.token_ids) * token_s - option.read_s)
+        num_fresh = len(best.token_ids) - own
         if not self.costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
             self.counts["prefix_fetches/too_expensive"] += 1
             return None
         return best
 
-    def _option(
-        self, producer: ProducerUp, own: int, end: int, token_s: float, now: float
-    ) -> _FetchOption:
-        num_pages = num_pages_of(self._tables.handed_over(end, own))
-        num_reads = sum(
-            fetch.producer.instance == producer.instance for fetch in self.open.values()
-        )
-        num_bytes = num_pages * self._page_bytes
-        read_s = self.costs.read_s(producer.instance, num_bytes, producer.gib_per_s, num_reads, now)
-        return _FetchOption(producer, end, num_pages, read_s, (end - own) * token_s - read_s)
+    def _end_of_fetch(self, num_tokens: int, own: int) -> int:
+        """Return the number of tokens in whole pages, or 0 if that is not much more than `own`."""
+        page_size = self._tables.page_size
+        end = num_tokens // page_size * page_size
+        return end if end - own >= LEAST_PAGES * page_size else 0
 
-    def _wait(
-        self,
-        key: int,
-        option: _FetchOption,
-        token_ids: Ints,
-        namespace: Namespace,
-        own: int,
-        room: int,
-        now: float,
-        ticket: int = 0,
-    ) -> bool:
+    def _option(
+        self, producer: ProducerUp, token_ids: Ints, namespace: Namespace, own: int, ticket: int = 0
+    ) -> _FetchOption:
+        num_pages = num_pages_of(self._tables.handed_over(len(token_ids), own))
+        num_reads = sum(
+            fetch.option.producer.instance == producer.instance for fetch in self.open.values()
+        )
+        num_bytes, now = num_pages * self._page_bytes, self._clock()
+        read_s = self.costs.read_s(producer.instance, num_bytes, producer.gib_per_s, num_reads, now)
+        return _FetchOption(producer, token_ids, namespace, own, read_s, ticket)
+
+    def _wait(self, key: int, option: _FetchOption, room: int) -> bool:
         """Wait for a fetch of this prefix, in progress or new. Returns False if pages are short."""
-        tokens = token_ids[: option.num_tokens]
-        handoff_id = self._in_progress(tokens, namespace)
-        if handoff_id is None:
-            handoff_id = self._open(option, tokens, namespace, own, room, now, ticket)
+        handoff_id = self._in_progress(option) or self._open(option, room)
         if handoff_id is None:
             self.counts["prefix_fetches/no_capacity"] += 1
             return False
         self.open[handoff_id].waiting.add(key)
         self.waits[key] = handoff_id
-        self.keys.add(key)
         self._over.pop(key, None)  # of an earlier fetch
         return True
 
-    def _in_progress(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
+    def _in_progress(self, option: _FetchOption) -> HandoffId | None:
         for handoff_id, fetch in self.open.items():
-            if fetch.namespace == namespace and np.array_equal(fetch.token_ids, tokens):
+            same = fetch.option.namespace == option.namespace
+            if same and np.array_equal(fetch.option.token_ids, option.token_ids):
                 return handoff_id
         return None
 
-    def _open(
-        self,
-        option: _FetchOption,
-        tokens: Ints,
-        namespace: Namespace,
-        own: int,
-        room: int,
-        now: float,
-        ticket: int,
-    ) -> HandoffId | None:
+    def _open(self, option: _FetchOption, room: int) -> HandoffId | None:
         """Start a fetch. Returns None if pages are short."""
-        num_pages = self._tables.room_pages(len(tokens), own)
+        num_pages = self._tables.room_pages(len(option.token_ids), option.prefix_tokens)
         if num_pages > room:
             return None
         opened = self._shared.open(
             option.producer,
-            Prefix(tokens.tobytes(), namespace, ticket),
+            Prefix(option.token_ids.tobytes(), option.namespace, option.ticket),
             UNNAMED,  # the namespace includes the weight version
             self._fetch_s + TIMES_EXPECTED * option.read_s,
             num_pages,
-            prefix_tokens=own,
+            prefix_tokens=option.prefix_tokens,
         )
         if opened is None:
             return None
         handoff_id, fresh = opened
         self.pages_in_use[handoff_id] = fresh
-        self.open[handoff_id] = _Fetch(option.producer, tokens, namespace, own, fresh, now)
+        self.open[handoff_id] = _Fetch(option, fresh, self._clock())
         return handoff_id
 
     def held(self, event: CompletedEvent) -> None:
         """Insert the fetched tokens into the tree."""
         fetch = self._ended(event.id, "completed")
-        tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
-        tokens = fetch.token_ids[:end]
-        here = self._cache.match(tokens, fetch.namespace).shared[:, : prefix // tables.page_size]
+        option, tables, end = fetch.option, self._tables, event.num_tokens
+        tokens, prefix = option.token_ids[:end], option.prefix_tokens
+        here = self._cache.match(tokens, option.namespace).shared[:, : prefix // tables.page_size]
         if here.shape[1] * tables.page_size < prefix:
             return  # the prefix before them was evicted meanwhile
         num_pages = num_pages_of(tables.handed_over(end, prefix))
         holding = PageHolding.laid_out(tables, here, fetch.fresh[:num_pages], end)
-        self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
+        self._cache.insert(tokens, holding, option.namespace, state=holding.state)
         for key in fetch.waiting:
-            self.fetched[key] = FetchedPrefix(end - prefix, fetch.producer.instance)
+            self.fetched[key] = FetchedPrefix(end - prefix, option.producer.instance)
 
     def lost(self, event: FailedEvent) -> None:
         self._ended(event.id, "failed")
@@ -310,7 +282,7 @@ class PrefixFetches:
     def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
         fetch = self.open.pop(handoff_id)
         self.counts[f"prefix_fetches/{outcome}"] += 1
-        producer, now = fetch.producer, self._clock()
+        producer, now = fetch.option.producer, self._clock()
         num_bytes = len(fetch.fresh) * self._page_bytes
         self.costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:

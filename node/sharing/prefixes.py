@@ -95,18 +95,14 @@ class PrefixSources:
     fetch. Engine thread only.
 
     Attributes:
+        computing: admitted requests, by uncached tokens.
         counts: tokens by source, named as in EngineStats.
     """
 
     def __init__(self) -> None:
-        self._computing = QueueEstimator()  # admitted requests, by uncached tokens
+        self.computing = QueueEstimator()
         sources = ("own", "fetched", "computed")
         self.counts = dict.fromkeys((f"prompt_token_ways/{source}" for source in sources), 0)
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per computed token. 0.0: unknown."""
-        return self._computing.unit_s
 
     def admitted(self, request: Request, fetched_tokens: int, now: float) -> None:
         """Record an admitted request.
@@ -119,21 +115,8 @@ class PrefixSources:
         self.counts["prompt_token_ways/own"] += cached - fetched
         self.counts["prompt_token_ways/fetched"] += fetched
         self.counts["prompt_token_ways/computed"] += computed
-        self._computing.leave(request.key)
-        self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
-
-    def computed(self, key: int, num_left: int) -> None:
-        """Count a finished chunk of a request towards the time per token. num_left: prompt tokens
-        that remain."""
-        self._computing.serve(key, num_left)
-
-    def tick(self, now: float) -> None:
-        """Update the time per token with the tokens computed since the last call."""
-        self._computing.tick(now)
-
-    def ended(self, key: int) -> None:
-        """Remove an ended request. No effect if it was never admitted."""
-        self._computing.leave(key)
+        self.computing.leave(request.key)
+        self.computing.join(request.key, QueueEntry(-math.inf, computed), now)
 
 
 class SharedReader(Protocol):
@@ -297,7 +280,7 @@ class PrefixSharing:
             request.namespace,
             tuple(hint for hint in hints if hint.num_tokens > below),
             room=room,
-            token_s=self.sources.token_s,
+            token_s=self.sources.computing.unit_s,
             queued_s=queued_s,
         )
 
@@ -310,9 +293,8 @@ class PrefixSharing:
 
     def forget(self, key: int) -> None:
         """Forget an ended request in any stage."""
-        if key in self.fetches.keys:
-            self.fetches.forget(key)
-        self.sources.ended(key)
+        self.fetches.forget(key)
+        self.sources.computing.leave(key)
 
     def handle(self, event: NodeEvent) -> bool:
         """Handle an event of the transfer thread about a producer, a prefix or weights. Returns

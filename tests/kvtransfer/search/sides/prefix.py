@@ -346,7 +346,13 @@ class FetcherSide(SimulatedConsumer):
     def key(self) -> Hashable:
         fetches = self.fetches
         under_way = tuple(
-            (id, fetch.namespace, fetch.prefix_tokens, fetch.fresh.tobytes(), tuple(fetch.waiting))
+            (
+                id,
+                fetch.option.namespace,
+                fetch.option.prefix_tokens,
+                fetch.fresh.tobytes(),
+                tuple(fetch.waiting),
+            )
             for id, fetch in fetches.open.items()
         )
         over = tuple(fetches._over)
