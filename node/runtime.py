@@ -47,12 +47,9 @@ from kvtransfer.transfer.rank_paths import paths_of_rank
 from kvtransfer.transfer.sides import PageAccess, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import (
-    CacheReporter,
     CacheReports,
     EngineControl,
     FrontendChannel,
-    Gauges,
-    KvEventReports,
     RoleEnded,
 )
 from node.control.operations import EngineOperations
@@ -188,10 +185,8 @@ class NodeRuntime:
             channel,
             pages_by_holder=engine.pages.by_holder,
             clock=clock,
-            meters=(
-                *(clock.meter, clock.compiles, reads),
-                *(Gauges(gauges) for gauges in _gauges(engine)),
-            ),
+            meters=(clock.meter, clock.compiles, reads),
+            gauges=tuple(_gauges(engine)),
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=operations,
@@ -269,7 +264,7 @@ class NodeRuntime:
         )
 
 
-def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
+def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReports:
     post = start.channel.post
     if start.config.kv_events.publisher == "null":
         return CacheReports(CacheEvents(engine.cache), post)
@@ -281,7 +276,7 @@ def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
         return shared.get(namespace)
 
     events = KvEventLog(engine.cache, adapter_of, start.config.engine.parallel.dp_rank)
-    return KvEventReports(events, CacheReports(CacheEvents(events), post), post)
+    return CacheReports(CacheEvents(events), post, events)
 
 
 def _make_transfer(

@@ -53,44 +53,23 @@ MAX_PAGES_PER_MESSAGE = 1 << 15
 BEGIN_INTERVAL_S = 0.25
 
 
-class CacheReporter(Protocol):
-    """Reports changes of the prefix cache to the frontend. Engine thread only."""
-
-    def watch(self, message: WatchCache) -> None: ...
-
-    def flush(self) -> None:
-        """Send what is new. Called once per turn of the engine loop."""
-        ...
-
-
-class KvEventReports:
-    """Sends KV events, in addition to the reports of `reports`."""
-
-    def __init__(
-        self, log: KvEventLog, reports: CacheReporter, post: Callable[[KvEvents], None]
-    ) -> None:
-        self._log = log
-        self._reports = reports
-        self._post = post
-        self.watch = reports.watch
-
-    def flush(self) -> None:
-        for payload in self._log.take():
-            self._post(KvEvents(payload))
-        self._reports.flush()
-
-
 class CacheReports:
-    """Sends cache changes to the watchers. Engine thread only."""
+    """Sends cache changes to the watchers, and KV events. Engine thread only.
+
+    Args:
+        kv_events: None: none are published.
+    """
 
     def __init__(
         self,
         cache: CacheEvents,
-        post: Callable[[CacheEventBatch], None],
+        post: Callable[[CacheEventBatch | KvEvents], None],
+        kv_events: KvEventLog | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._post = post
+        self._kv_events = kv_events
         self._now = now
         self._watchers: set[int] = set()
         self._newcomers: set[int] = set()
@@ -107,7 +86,12 @@ class CacheReports:
             self._cache.stop()
 
     def flush(self) -> None:
-        """Send changes to watchers, and a snapshot to new ones. Cheap without watchers."""
+        """Send what is new: KV events, changes to watchers, and a snapshot to new watchers.
+
+        Called once per turn of the engine loop. Cheap without watchers.
+        """
+        for payload in self._kv_events.take() if self._kv_events is not None else ():
+            self._post(KvEvents(payload))
         if self._watchers:
             change = self._cache.take()
             if change is not None:
@@ -172,20 +156,6 @@ class MetricSource(Protocol):
     def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
 
-class Gauges:
-    """A MetricSource without distributions. Engine thread only.
-
-    Args:
-        gauges: returns the current values by internal name.
-    """
-
-    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
-        self.gauges = gauges
-
-    def distributions(self) -> Mapping[str, HistogramCounts]:
-        return {}
-
-
 class NamedAdapters(Protocol):
     """The adapters that requests may use. AdapterLoader documents the methods."""
 
@@ -233,6 +203,7 @@ class EngineControl:
         prepare: creates the additional parts of another role, while no work is in progress. Raises
             ConfigError or FailedPrecondition if this engine cannot have that role.
         links: usable producers by address. Their links are reported.
+        gauges: return further gauges for the report, named as in EngineStats.
     Attributes:
         may_end: returns whether a node without requests may end its drain.
     """
@@ -243,17 +214,19 @@ class EngineControl:
         *,
         pages_by_holder: Callable[[], dict[str, int]],
         clock: StepClock,
-        cache: CacheReporter,
+        cache: CacheReports,
         adapters: NamedAdapters,
         operations: OperatorCommands,
         links: Mapping[str, ProducerUp],
         meters: Sequence[MetricSource] = (),
+        gauges: Sequence[Callable[[], Mapping[str, float]]] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
         self._channel = channel
         self._pages_by_holder = pages_by_holder
         self._clock = clock
         self._meters = meters
+        self._gauges = gauges
         self._prepare = prepare
         self._successor: StartRole | None = None  # StartRole of the next role
         self._rested_s = 0.0
@@ -345,6 +318,8 @@ class EngineControl:
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
         gauges |= self._operations.gauges
         gauges |= self._own_totals()
+        for more in self._gauges:
+            gauges |= more()
         distributions = dict(inside.distributions())
         for meter in self._meters:
             gauges |= meter.gauges()

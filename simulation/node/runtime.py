@@ -23,7 +23,7 @@ from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
-from node.control.engine_control import CacheReports, EngineControl, FrontendChannel, Gauges
+from node.control.engine_control import CacheReports, EngineControl, FrontendChannel
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
@@ -132,20 +132,13 @@ class SimRuntime:
             stall_s=config.engine.scheduler.step_timeout_s,
             wake_engine=channel.wake,
         )
-        gauges: tuple[Gauges, ...] = ()
-        if tiers is not None:
-            gauges = (Gauges(partial(tier_gauges, tiers, parts.page_bytes)),)
         shared = SharedReads(start.instance, parts.core.cache, transfer)
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
             clock=clock,
-            meters=(
-                clock.meter,
-                reads,
-                parts.runner,
-                *gauges,
-            ),
+            meters=(clock.meter, reads, parts.runner),
+            gauges=() if tiers is None else (partial(tier_gauges, tiers, parts.page_bytes),),
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),

@@ -246,7 +246,7 @@ class Cache:
 
 def test_callers_that_reconnect_continuously_do_not_delay_steps():
     cache, reported, now = Cache(), list[CacheEventBatch](), 0.0
-    reports = CacheReports(cache, reported.append, lambda: now)
+    reports = CacheReports(cache, reported.append, now=lambda: now)
     for number in range(1, 1001):
         reports.watch(WatchCache(number, on=True))
         reports.flush()
