@@ -35,10 +35,11 @@ class ProcessReplies(Generic[T]):
 
     Attributes:
         bodies: responses by process number. Processes that did not respond in time are missing.
+        num_others: number of the other processes.
     """
 
     bodies: Mapping[int, T]
-    num_asked: int
+    num_others: int
 
     @property
     def answers(self) -> Sequence[T]:
@@ -46,7 +47,7 @@ class ProcessReplies(Generic[T]):
 
     @property
     def num_silent(self) -> int:
-        return self.num_asked - len(self.bodies)
+        return self.num_others - len(self.bodies)
 
 
 class OtherProcesses:
@@ -68,8 +69,8 @@ class OtherProcesses:
         Raises nothing. A failed call counts as no response.
         """
         url = URL.build(scheme="http", host="router", path=path, query=query)
-        asked = (_body(one, url, longest_s) for one in self._sessions.values())
-        answers = await asyncio.gather(*asked)
+        bodies_of_all = (_body(one, url, longest_s) for one in self._sessions.values())
+        answers = await asyncio.gather(*bodies_of_all)
         numbered = zip(self._sessions, answers, strict=True)
         bodies = {number: body for number, body in numbered if body is not None}
         return ProcessReplies(bodies, len(self._sessions))
@@ -104,7 +105,7 @@ class ProcessQuery(Generic[T]):
         """Return the answers of all other processes, within `longest_s` seconds. Raises nothing."""
         replies = await self._others.ask(self._path, longest_s, **query)
         decoded = {number: self._decode(body) for number, body in replies.bodies.items()}
-        return ProcessReplies(decoded, replies.num_asked)
+        return ProcessReplies(decoded, replies.num_others)
 
     async def _handle(self, query: Mapping[str, str]) -> bytes:
         answer: Any = self._own(**query)

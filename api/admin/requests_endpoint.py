@@ -320,7 +320,7 @@ class RequestsEndpoint:
         lists = [self._own_list(), *replies.answers]
         content = {
             "requests": sorted(chain.from_iterable(lists), key=_newest_first),
-            "processes": replies.num_asked + 1,
+            "processes": replies.num_others + 1,
             "silent_processes": replies.num_silent,
         }
         return whole(200, msgspec.json.encode(content), headers=_FRESH)

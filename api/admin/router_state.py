@@ -86,7 +86,7 @@ class MergedState:
         replies = await self._query.ask()
         whole = together([self.own(), *replies.answers])
         whole.uptime_s = time.monotonic() - self.began
-        whole.processes = replies.num_asked + 1
+        whole.processes = replies.num_others + 1
         whole.silent_processes = replies.num_silent
         return whole
 
@@ -211,7 +211,7 @@ class ClusterReport:
         """Query all nodes and the other worker processes, within 2 s."""
         states, plans = zip(*self._models.values(), strict=True)
         reports, plans, router = await asyncio.gather(
-            asyncio.gather(*(state.look() for state in states)),
+            asyncio.gather(*(state.survey() for state in states)),
             asyncio.gather(*(each.now() for each in plans)),
             self._router.now(),
         )

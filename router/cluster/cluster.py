@@ -312,24 +312,24 @@ class Cluster:
             self._encoders,
         )
 
-    def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Placed:
+    def choose_target(self, key: PlacementKey, source: str, target: str = "") -> Placed:
         """Choose the target of a live migration from `source`. The target computes no prompt.
 
         Args:
-            wanted: address of the target. Empty: any.
+            target: address of the target. Empty: any.
         Raises:
-            NodeUnavailable: no other decode node is usable, or the wanted one is not.
+            NodeUnavailable: no other decode node is usable, or the target is not.
             FingerprintUnavailable: only nodes with another fingerprint are usable.
         """
         choices = [
             replace(choice, prefill=())
             for choice in _having(key.adapter, self._awake)
-            if choice.address != source and wanted in ("", choice.address)
+            if choice.address != source and target in ("", choice.address)
         ]
         if not choices:
             raise NodeUnavailable(
-                f"{wanted} is not another decode node that is ready for the request"
-                if wanted
+                f"{target} is not another decode node that is ready for the request"
+                if target
                 else "no other decode node is ready"
             )
         picked = self._policy.pick(key, self._continuing(key.invariant_fingerprint, choices))

@@ -148,8 +148,8 @@ class ClusterState:
         self._tokenizer_hash = tokenizer_hash
         self._other_models = frozenset(other_models)
         self._known: dict[str, NodeMember] = {}
-        self._looking: asyncio.Task[list[NodeReport]] | None = None
-        self._wanted = asyncio.Event()
+        self._survey: asyncio.Task[list[NodeReport]] | None = None
+        self._survey_requested = asyncio.Event()
 
     def join(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
         """Add a node.
@@ -159,7 +159,7 @@ class ClusterState:
             channel: owned by the caller.
         """
         self._known[address] = NodeMember(role, address, channel)
-        self.want()
+        self.request_survey()
 
     def leave(self, address: str) -> None:
         """Remove a node. It is no longer polled, and `fit` returns False for it."""
@@ -219,33 +219,33 @@ class ClusterState:
         if known is not None:
             known.leaving = True
 
-    def want(self) -> None:
+    def request_survey(self) -> None:
         """Request a survey soon instead of at the next interval."""
-        self._wanted.set()
+        self._survey_requested.set()
 
     async def run(self) -> None:
-        """Poll all nodes at each interval and when `want` was called, until cancelled."""
+        """Poll all nodes at each interval and when `request_survey` was called, until cancelled."""
         while True:
-            self._wanted.clear()
+            self._survey_requested.clear()
             # Do not share a survey in progress: it may have begun before the change.
-            await self._look()
+            await self._survey_now()
             try:
                 async with asyncio.timeout(_INTERVAL_S):
-                    await self._wanted.wait()
+                    await self._survey_requested.wait()
             except TimeoutError:
                 continue
 
-    async def look(self) -> list[NodeReport]:
+    async def survey(self) -> list[NodeReport]:
         """Return the reports of all nodes within 2 s, prefill nodes first.
 
         Concurrent callers share one survey.
         """
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
+        if self._survey is None or self._survey.done():
+            self._survey = asyncio.create_task(self._survey_now())
         # The cancellation of one caller must not cancel the survey of the others.
-        return await asyncio.shield(self._looking)
+        return await asyncio.shield(self._survey)
 
-    async def _look(self) -> list[NodeReport]:
+    async def _survey_now(self) -> list[NodeReport]:
         known = sorted(self._known.values(), key=lambda each: each.role != "prefill")
         reports = await asyncio.gather(*(self._ask(each) for each in known))
         for receive in self.on_reports:

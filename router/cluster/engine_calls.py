@@ -43,19 +43,19 @@ class EngineCalls:
 
     async def _pause(self, mode: PauseMode, members: Sequence[NodeMember]) -> pb.PauseResponse:
         request = pb.PauseRequest(mode=mode.value)
-        said: list[BroadcastResult] = []
+        results: list[BroadcastResult] = []
         for of_role in _by_role(members, "decode", "prefill"):
-            said += await ask_all(of_role, "Pause", request, _PAUSE_S)
-            if any(each.problem for each in said):
-                fresh = [each.member for each in said if each.answer and each.answer.fresh]
-                late = [each.member for each in said if each.problem]
+            results += await ask_all(of_role, "Pause", request, _PAUSE_S)
+            if any(each.problem for each in results):
+                fresh = [each.member for each in results if each.answer and each.answer.fresh]
+                late = [each.member for each in results if each.problem]
                 await self._continue([*fresh, *late])
-                raise FailedPrecondition(_problems(said))
-        if not said:
+                raise FailedPrecondition(_problems(results))
+        if not results:
             raise FailedPrecondition("there is no node to pause")
         return pb.PauseResponse(
-            fresh=any(each.answer.fresh for each in said),
-            aborted=sum(each.answer.aborted for each in said if each.member.role == "decode"),
+            fresh=any(each.answer.fresh for each in results),
+            aborted=sum(each.answer.aborted for each in results if each.member.role == "decode"),
         )
 
     async def resume(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
@@ -67,11 +67,11 @@ class EngineCalls:
         return await self._resume(self._state.serving)
 
     async def _resume(self, members: Sequence[NodeMember]) -> pb.ContinueResponse:
-        said: list[BroadcastResult] = []
+        results: list[BroadcastResult] = []
         for of_role in _by_role(members, "prefill", "decode"):
-            said += await self._continue(of_role)
-        _check(said)
-        return pb.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
+            results += await self._continue(of_role)
+        _check(results)
+        return pb.ContinueResponse(was_paused=any(each.answer.was_paused for each in results))
 
     async def update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
         """Update the weights of all nodes, from a path on the nodes or from one node.
@@ -96,8 +96,8 @@ class EngineCalls:
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self._pause(mode, self._state.serving)
         request = node_pb2.PutWeightsRequest(id=prepared)
-        said = await ask_all(self._state.serving, "PutWeights", request, _WEIGHTS_S)
-        if problems := _problems(said):
+        results = await ask_all(self._state.serving, "PutWeights", request, _WEIGHTS_S)
+        if problems := _problems(results):
             raise FailedPrecondition(f"{problems}. All nodes stay paused until this is repeated")
         await self._paired(pairs)
         if paused.fresh:
@@ -108,29 +108,29 @@ class EngineCalls:
         """Nodes with other weights are paused while they read the weights."""
         has = {
             report.address: report.description.weights
-            for report in await self._state.look()
+            for report in await self._state.survey()
             if report.description is not None
         }
         weights, pairs = has.get(producer), await self._pairs()
         if not weights:
             raise InvalidRequest(f"node: {producer} is unknown or does not respond")
         others = [each for each in self._state.serving if each.address != producer]
-        takers = [each for each in others if has.get(each.address) != weights]
-        paused = await self._pause(mode, takers) if takers else pb.PauseResponse()
+        receivers = [each for each in others if has.get(each.address) != weights]
+        paused = await self._pause(mode, receivers) if receivers else pb.PauseResponse()
         request = node_pb2.TakeWeightsRequest(id=weights, address=producer)
-        said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
-        if problems := _problems(said):
+        results = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
+        if problems := _problems(results):
             raise FailedPrecondition(f"{problems}. The nodes that should load them stay paused")
         await self._paired(pairs)
         if paused.fresh:
-            await self._resume(takers)
+            await self._resume(receivers)
         return pb.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
 
     async def _pairs(self) -> frozenset[tuple[str, str]]:
         """Return the addresses of each decode node and each node that it can read from."""
         return frozenset(
             (report.address, link.peer)
-            for report in await self._state.look()
+            for report in await self._state.survey()
             if report.role == "decode" and report.description is not None
             for link in report.description.links
         )
@@ -145,12 +145,12 @@ class EngineCalls:
 
     async def _prepare(self, path: str) -> WeightsId:
         request = node_pb2.PrepareWeightsRequest(path=path)
-        said = await ask_all(self._state.serving, "PrepareWeights", request, _WEIGHTS_S)
-        if not said:
+        results = await ask_all(self._state.serving, "PrepareWeights", request, _WEIGHTS_S)
+        if not results:
             raise InvalidRequest("model_path: there is no node to read it")
-        if problems := _problems(said):
+        if problems := _problems(results):
             raise InvalidRequest(f"model_path: {problems}")
-        found: set[WeightsId] = {each.answer.id for each in said}
+        found: set[WeightsId] = {each.answer.id for each in results}
         if len(found) > 1:
             raise InvalidRequest("model_path: nodes have read different weights there")
         return found.pop()
@@ -164,10 +164,10 @@ class EngineCalls:
         """
         tags = memory_tags(request.tags)
         to_node = pb.ReleaseMemoryRequest(tags=tags)
-        said = await ask_all(self._state.serving, "ReleaseMemory", to_node, _WEIGHTS_S)
-        if not said:
+        results = await ask_all(self._state.serving, "ReleaseMemory", to_node, _WEIGHTS_S)
+        if not results:
             raise FailedPrecondition("there is no node whose memory can be released")
-        if problems := _problems(said):
+        if problems := _problems(results):
             with suppress(FailedPrecondition):
                 await self.resume_memory(pb.ResumeMemoryRequest(tags=tags))
             raise FailedPrecondition(problems)
@@ -203,10 +203,10 @@ class EngineCalls:
         return await self._profiled("StopProfile", pb.StopProfileRequest())
 
     async def _profiled(self, method: str, request: Any) -> pb.ProfilesResponse:
-        said = await self._done(method, request, _PROFILE_S)
+        results = await self._done(method, request, _PROFILE_S)
         profiles = [
             pb.Profile(role=each.member.role, address=each.member.address, path=each.answer.path)
-            for each in said
+            for each in results
         ]
         return pb.ProfilesResponse(profiles=profiles)
 
@@ -216,14 +216,14 @@ class EngineCalls:
         Raises:
             FailedPrecondition: a node has requests or did not respond. The others are flushed.
         """
-        said = await self._done("FlushCache", pb.FlushCacheRequest(), _ANSWER_S)
-        return pb.FlushCacheResponse(pages_freed=sum(each.answer.pages_freed for each in said))
+        results = await self._done("FlushCache", pb.FlushCacheRequest(), _ANSWER_S)
+        return pb.FlushCacheResponse(pages_freed=sum(each.answer.pages_freed for each in results))
 
     async def _done(self, method: str, request: Any, longest_s: float) -> list[BroadcastResult]:
         """Call a method of all nodes. Raise FailedPrecondition unless all succeed."""
-        said = await ask_all(self._state.serving, method, request, longest_s)
-        _check(said)
-        return said
+        results = await ask_all(self._state.serving, method, request, longest_s)
+        _check(results)
+        return results
 
     async def _continue(self, members: Sequence[NodeMember]) -> list[BroadcastResult]:
         return await ask_all(members, "Continue", pb.ContinueRequest(), _ANSWER_S)
@@ -233,13 +233,13 @@ def _by_role(members: Sequence[NodeMember], *roles: str) -> Sequence[Sequence[No
     return [[each for each in members if each.role == role] for role in roles]
 
 
-def _check(said: Sequence[BroadcastResult]) -> None:
-    if any(each.problem for each in said):
-        raise FailedPrecondition(_problems(said))
+def _check(results: Sequence[BroadcastResult]) -> None:
+    if any(each.problem for each in results):
+        raise FailedPrecondition(_problems(results))
 
 
-def _problems(said: Sequence[BroadcastResult]) -> str:
-    return "; ".join(each.problem for each in said if each.problem)
+def _problems(results: Sequence[BroadcastResult]) -> str:
+    return "; ".join(each.problem for each in results if each.problem)
 
 
 _LOAD_S = 65.0  # seconds; longer than a node takes
@@ -267,11 +267,11 @@ class AdapterCalls:
         """
         name = self._checked(request.name)
         to_node = pb.LoadAdapterRequest(name=name, path=request.path)
-        said = await ask_all(self._state.serving, "LoadAdapter", to_node, _LOAD_S)
-        if not said:
+        results = await ask_all(self._state.serving, "LoadAdapter", to_node, _LOAD_S)
+        if not results:
             raise InvalidRequest("lora_name: there is no node to load it")
-        problems = [each.problem for each in said if each.problem]
-        loaded = [each for each in said if not each.problem]
+        problems = [each.problem for each in results if each.problem]
+        loaded = [each for each in results if not each.problem]
         if len({each.answer.id for each in loaded}) > 1:
             problems.append("nodes have read different adapters there")
         if problems:
@@ -290,10 +290,10 @@ class AdapterCalls:
             InvalidRequest: a node did not respond.
         """
         name = self._checked(request.name)
-        said = await self._unload(self._state.serving, name)
-        if problems := _problems(said):
+        results = await self._unload(self._state.serving, name)
+        if problems := _problems(results):
             raise InvalidRequest(f"lora_name: {problems}")
-        if not any(each.answer.known for each in said):
+        if not any(each.answer.known for each in results):
             raise NotFound(f"lora_name: adapter {name!r} is not loaded")
         await self._cluster.adapters.until(name, None, _REPORT_S)
         return pb.UnloadAdapterResponse(known=True)

@@ -188,13 +188,13 @@ class Membership:
         shape = _shape(client.status)
         if shape != self._shapes.get(client):
             self._shapes[client] = shape
-            self._state.want()
+            self._state.request_survey()
         self._cluster.status_changed(client)
 
     def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
         """Handle a change of liveness, which also changes the node's description."""
         if not left.is_set():
-            self._state.want()
+            self._state.request_survey()
             self._cluster.heard(client)
 
     def _peers(self) -> tuple[str, ...]:

@@ -247,7 +247,7 @@ class VirtualCluster:
 
     async def reports(self) -> dict[str, NodeReport]:
         """Return the router's report of each node by name."""
-        reports = await self._router.state.look()
+        reports = await self._router.state.survey()
         return {self._names[each.address]: each for each in reports}
 
     @property

@@ -72,13 +72,13 @@ async def test_reports_of_a_node_expire_when_it_is_lost():
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.answering.clear()
         asking.join("prefill", node.address, channel)
-        look = asyncio.create_task(asking.look())
+        look = asyncio.create_task(asking.survey())
         await eventually(lambda: node.num_asked)
         asking.lost(node.address, broke=True)
         node.answering.set()
         await look
         assert not asking.fit(node.address, "prefill")
-        await asking.look()
+        await asking.survey()
         assert asking.fit(node.address, "prefill")
 
 
@@ -92,7 +92,7 @@ async def test_a_node_with_an_impossible_description_gets_no_requests(lie):
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.description.MergeFrom(type(node.description)(**lie))
         asking.join("prefill", node.address, channel)
-        (report,) = await asking.look()
+        (report,) = await asking.survey()
         assert report.state in ("unhealthy", "unreachable")
         assert not asking.fit(node.address, "prefill")
 
@@ -106,6 +106,6 @@ async def test_only_the_loss_of_a_node_that_did_not_drain_is_a_warning(drained, 
         looking.join("decode", "127.0.0.1:1", channel)
         if drained:
             looking.drains("127.0.0.1:1")
-        await looking.look()
+        await looking.survey()
     reported = [each.levelno for each in caplog.records if "does not respond" in each.getMessage()]
     assert reported == [level]
