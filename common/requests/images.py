@@ -130,14 +130,4 @@ def from_proto(protos: Sequence[pb.Image]) -> tuple[Image, ...]:
 
 
 def to_proto(images: Sequence[Image]) -> list[pb.Image]:
-    return [
-        pb.Image(
-            at=each.at,
-            rows=each.rows,
-            columns=each.columns,
-            pixels=each.pixels,
-            frames=each.frames,
-            time=each.time,
-        )
-        for each in images
-    ]
+    return [pb.Image(**msgspec.structs.asdict(each)) for each in images]

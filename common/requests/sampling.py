@@ -221,6 +221,10 @@ _OPTIONAL = tuple(
     if not each.required
 )
 _optional = attrgetter(*(name for name, _ in _OPTIONAL))
+# Parameters that are one number in the proto.
+_SCALARS = frozenset(SamplingParams.__struct_fields__) - {
+    *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_word_ids", "guide", "thought")
+}
 
 
 def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
@@ -247,31 +251,14 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
     check_counts(proto.stop_token_ids, proto.stop)
     words = [word.ids for word in proto.bad_word_ids[: MAX_BAD_WORD_IDS + 1]]
     check_lengths(proto.logit_bias, proto.allowed_token_ids, words)
+    scalars = {field.name: value for field, value in proto.ListFields() if field.name in _SCALARS}
     return SamplingParams(
-        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else max_tokens,
-        seed=proto.seed if proto.HasField("seed") else seed,
-        temperature=proto.temperature if proto.HasField("temperature") else 1.0,
-        top_p=proto.top_p if proto.HasField("top_p") else 1.0,
-        top_k=proto.top_k if proto.HasField("top_k") else -1,
-        min_p=proto.min_p,
+        **{"max_tokens": max_tokens, "seed": seed, **scalars},
         stop_token_ids=tuple(proto.stop_token_ids),
-        ignore_eos=proto.ignore_eos,
-        frequency_penalty=proto.frequency_penalty,
-        presence_penalty=proto.presence_penalty,
-        repetition_penalty=(
-            proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0
-        ),
-        min_tokens=proto.min_tokens,
         logit_bias=tuple(sorted(proto.logit_bias.items())),
         allowed_token_ids=tuple(proto.allowed_token_ids),
         bad_word_ids=tuple(map(tuple, words)),
-        logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
-        prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
-        prompt_logprobs_start=proto.prompt_logprobs_start,
-        hidden_states=proto.hidden_states,
-        routed_experts=proto.routed_experts,
         guide=guide_from_proto(proto.guide) if proto.HasField("guide") else None,
-        thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
         thought=reasoning_from_proto(proto.thought) if proto.HasField("thought") else None,
     )
 

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -34,6 +34,7 @@ from common.identity.guard import node_name
 from common.identity.program import identity_of, is_loopback
 from common.logs import kv
 from common.process.network import own_address
+from common.process.waiting import first_of
 from common.rpc.streams import StreamStatus, heard
 from engine.ranks.forking import HELLO
 from engine.ranks.meeting import NETWORK
@@ -301,10 +302,10 @@ async def run(config: RankHostConfig) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
         stub = ranks_pb2_grpc.RanksStub(channel)  # type: ignore[no-untyped-call]
-        joining = asyncio.ensure_future(join(config, stub))
-        if not await _first_of(joining, signals.get()):
+        joined, _ = await first_of(join(config, stub), signals.get())
+        if joined is None:
             return 0
-        leader, start = joining.result()
+        leader, start = joined.result()
         return await _serve(config, leader, start, signals)
 
 
@@ -322,11 +323,11 @@ async def _serve(
         await leader.send(start.first_rank, _encoder.encode(failure))
         await leader.close()
         raise
-    following = asyncio.ensure_future(_follow(ranks, leader, start.store))
     exit_code = 1
     try:
-        if await _first_of(following, _stopped(signals)):
-            following.result()
+        followed, _ = await first_of(_follow(ranks, leader, start.store), _stopped(signals))
+        if followed is not None:
+            followed.result()
             log.info("the leader has ended the node")
             exit_code = 0
         else:
@@ -362,14 +363,6 @@ async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:
     finally:
         for each in (following, *replies):
             each.cancel()
-
-
-async def _first_of(wanted: "asyncio.Future[Any]", other: Coroutine[Any, Any, Any]) -> bool:
-    """Wait for either, and cancel `other`. Returns whether `wanted` is done."""
-    task = asyncio.ensure_future(other)
-    await asyncio.wait({wanted, task}, return_when="FIRST_COMPLETED")
-    task.cancel()
-    return wanted.done() or not wanted.cancel()
 
 
 async def _stopped(signals: asyncio.Queue[signal.Signals]) -> None:
