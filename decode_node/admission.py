@@ -6,8 +6,8 @@ Until all checks pass, a request acquires only resources that its end releases.
 import itertools
 import math
 import time
-from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
@@ -34,26 +34,6 @@ ENOUGH = 16  # below this number of responses, no duration is estimated
 REMEMBERED = 64
 
 
-class _RecentValues:
-    """The last REMEMBERED values."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque()
-        self._ordered: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        if len(self._values) == REMEMBERED:
-            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
-        self._values.append(value)
-        insort(self._ordered, value)
-
-    def quantile(self, part: int, parts: int) -> float:
-        return self._ordered[len(self._ordered) * part // parts]
-
-
 class OutputLengthEstimate:
     """Estimates the time from the first to the last token, which a request's budget must cover.
 
@@ -63,8 +43,8 @@ class OutputLengthEstimate:
     """
 
     def __init__(self) -> None:
-        self._lengths = _RecentValues()  # tokens
-        self._token_s = _RecentValues()
+        self._lengths: deque[float] = deque(maxlen=REMEMBERED)  # tokens
+        self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
     def ended(self, num_tokens: int, seconds: float) -> None:
         """Record a response that was not cut short.
@@ -72,17 +52,21 @@ class OutputLengthEstimate:
         Args:
             seconds: time from its first token to its last.
         """
-        self._lengths.add(num_tokens)
+        self._lengths.append(num_tokens)
         if num_tokens > 1:
-            self._token_s.add(seconds / (num_tokens - 1))
+            self._token_s.append(seconds / (num_tokens - 1))
 
     def seconds(self, max_tokens: int) -> float:
         """Return the expected seconds from the first to the last token. 0.0: unknown yet."""
         if len(self._token_s) < ENOUGH:
             return 0.0
-        num_tokens = min(max_tokens, self._lengths.quantile(1, 4))
+        num_tokens = min(max_tokens, _quantile(self._lengths, 1, 4))
         # The median, so that a short stall of the node has no effect.
-        return (num_tokens - 1) * self._token_s.quantile(1, 2)
+        return (num_tokens - 1) * _quantile(self._token_s, 1, 2)
+
+
+def _quantile(values: Collection[float], part: int, parts: int) -> float:
+    return sorted(values)[len(values) * part // parts]
 
 
 class PrefixLocations:
