@@ -194,8 +194,11 @@ class Rig:
         await self.stack.aclose()
 
 
+MakeRig = Callable[..., Rig]
+
+
 @pytest.fixture
-async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Rig]]:
+async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeRig]:
     """Make a relay, and send it rank 0's start."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -207,10 +210,25 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., R
         yield made
 
 
+async def start_steps(rig: Rig) -> StepRing:
+    """Let rank 0 start its steps. Returns their memory."""
+    memory = ring_memory(BLOCK_BYTES)
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, BLOCK_BYTES)), [memory])
+    ring = StepRing(memory, BLOCK_BYTES)
+    os.close(memory)
+    return ring
+
+
+async def received_start_of_steps(end: PacketSocket) -> None:
+    _, files = await within(end.receive())
+    for file in files:
+        os.close(file)
+
+
 # Messages -----------------------------------------------------------------------------------------
 
 
-async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[..., Rig]) -> None:
+async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: MakeRig) -> None:
     """Seen failing with parts of steps written at 0, with blocks numbered by parts, and with the
     replies of one rank sent to the next one's socket."""
     rig = await make(ranks_per_host=2).started()
@@ -220,10 +238,7 @@ async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[
     for number, end in zip((2, 3), ranks, strict=True):
         await end.send(encoder.encode(RankLoaded(number, 7, {})))
         assert (await received(rig.ranks[number], RankLoaded)).free_bytes == number
-    memory = ring_memory(BLOCK_BYTES)
-    ring = StepRing(memory, BLOCK_BYTES)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, BLOCK_BYTES)), [memory])
-    os.close(memory)
+    ring = await start_steps(rig)
     rings = []
     for end in ranks:
         packet, (file,) = await within(end.receive())
@@ -247,13 +262,11 @@ async def test_steps_and_jobs_arrive_in_order_with_their_tensors(make: Callable[
     assert (await received(rig.ranks[3], JobDone)).result == b"of rank 3"
 
 
-async def test_messages_of_rank_0_follow_the_start_of_every_host(make: Callable[..., Rig]) -> None:
+async def test_messages_of_rank_0_follow_the_start_of_every_host(make: MakeRig) -> None:
     """Seen failing if each host is started by its own stream."""
     rig = await make(hosts=3).started()
     job = encoder.encode(RankJob(1, CopyPages(True, b"1234", b"5678")))
-    memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
-    os.close(memory)
+    await start_steps(rig)
     await rig.first.send(job)
     for call in [await rig.call(), await rig.call()]:
         kinds = [await within(call.read()) for _ in range(3)]
@@ -261,15 +274,11 @@ async def test_messages_of_rank_0_follow_the_start_of_every_host(make: Callable[
         assert kinds[2].packet == job
 
 
-async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
-    make: Callable[..., Rig],
-) -> None:
+async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(make: MakeRig) -> None:
     rig = await make().started()
     (end,) = await rig.join().ranks(1)
     await received(end, StartRank)
-    memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
-    os.close(memory)
+    await start_steps(rig)
     jobs = [encoder.encode(RankJob(n, CopyPages(True, bytes(32_000), b""))) for n in range(200)]
 
     async def send() -> None:
@@ -277,9 +286,7 @@ async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
             await rig.first.send(job)
 
     sending = asyncio.ensure_future(send())
-    _, files = await within(end.receive())
-    for file in files:
-        os.close(file)
+    await received_start_of_steps(end)
     assert [(await within(end.receive()))[0] for _ in jobs] == jobs
     await sending
 
@@ -289,19 +296,13 @@ async def test_a_rank_that_does_not_read_delays_and_loses_no_other_message(
 
 # Seen failing if the end of file of rank 0 counts as an orderly end.
 @pytest.mark.parametrize("in_order", [True, False])
-async def test_hosts_know_whether_rank_0_has_failed(
-    make: Callable[..., Rig], in_order: bool
-) -> None:
+async def test_hosts_know_whether_rank_0_has_failed(make: MakeRig, in_order: bool) -> None:
     rig = await make().started()
     host = rig.join()
     (end,) = await host.ranks(1)
     await received(end, StartRank)
-    memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 6, 4096)), [memory])
-    os.close(memory)
-    _, files = await within(end.receive())
-    for file in files:
-        os.close(file)
+    await start_steps(rig)
+    await received_start_of_steps(end)
     if in_order:
         await rig.first.send(encoder.encode(EndRanks()))
     rig.first.close()
@@ -310,7 +311,7 @@ async def test_hosts_know_whether_rank_0_has_failed(
     assert await within(host.running) == await within(rig.relay) == (0 if in_order else 1)
 
 
-async def test_forks_that_fail_to_start_end_the_node(make: Callable[..., Rig]) -> None:
+async def test_forks_that_fail_to_start_end_the_node(make: MakeRig) -> None:
     """A rank host waits for the first packet of each fork, which names its process."""
     rig = make(ranks_per_host=2)
     rig.forks = False
@@ -325,9 +326,7 @@ async def test_forks_that_fail_to_start_end_the_node(make: Callable[..., Rig]) -
 
 
 @pytest.mark.parametrize(("code", "expected"), [(1, 1), (-9, 1), (2, 2)])
-async def test_a_rank_that_ends_ends_the_node(
-    make: Callable[..., Rig], code: int, expected: int
-) -> None:
+async def test_a_rank_that_ends_ends_the_node(make: MakeRig, code: int, expected: int) -> None:
     """Seen failing if a rank host waits after a rank has ended silently."""
     rig = await make(ranks_per_host=2).started()
     host = rig.join()
@@ -347,7 +346,7 @@ async def test_a_rank_that_ends_ends_the_node(
     assert (await within(first.receive()))[0] == b""
 
 
-async def test_the_last_packets_of_a_rank_arrive(make: Callable[..., Rig]) -> None:
+async def test_the_last_packets_of_a_rank_arrive(make: MakeRig) -> None:
     """Although it ends with unread messages, and rank 0 reads late.
 
     Seen failing if a connection reset counts as the end of file, and if the rank host cancels its
@@ -365,13 +364,11 @@ async def test_the_last_packets_of_a_rank_arrive(make: Callable[..., Rig]) -> No
     assert (await received(rig.first, RankFailed)).error == "no room"
 
 
-async def test_a_lost_rank_host_ends_the_node_and_the_other_hosts(
-    make: Callable[..., Rig],
-) -> None:
+async def test_a_lost_rank_host_ends_the_node_and_the_other_hosts(make: MakeRig) -> None:
     rig = await make(hosts=3).started()
-    lost, other = await rig.call(), await rig.call()
-    assert (await within(lost.read())).start.first_rank == 1
-    assert (await within(other.read())).start.first_rank == 2
+    calls = [await rig.call(), await rig.call()]  # they may arrive in any order
+    by_rank = {(await within(each.read())).start.first_rank: each for each in calls}
+    lost, other = by_rank[1], by_rank[2]
     lost.cancel()
     for sock in rig.ranks.values():
         assert "host 1" in (await received(sock, RankFailed)).error
@@ -379,9 +376,7 @@ async def test_a_lost_rank_host_ends_the_node_and_the_other_hosts(
     assert await within(rig.relay) == 1
 
 
-async def test_a_node_without_one_of_its_hosts_ends_at_its_deadline(
-    make: Callable[..., Rig],
-) -> None:
+async def test_a_node_without_one_of_its_hosts_ends_at_its_deadline(make: MakeRig) -> None:
     rig = await make(hosts=3, join_s=0.5).started()
     await rig.call()
     failed = await received(rig.first, RankFailed)
@@ -389,14 +384,14 @@ async def test_a_node_without_one_of_its_hosts_ends_at_its_deadline(
     assert await within(rig.relay) == 1
 
 
-async def test_a_rank_host_without_a_leader_ends_at_its_deadline(make: Callable[..., Rig]) -> None:
+async def test_a_rank_host_without_a_leader_ends_at_its_deadline(make: MakeRig) -> None:
     rig = make()  # which rank 0 has not started
     with pytest.raises(NodeUnavailable, match=f"no leader at {rig.address} within 0.5 s"):
         await within(rig.join(join_s=0.5).running)
 
 
 async def test_an_incompatible_host_reports_the_reason(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere(network: str, setting: str) -> OwnAddress:
         raise ConfigError(f"{setting}: no address of this host is in {network}")
@@ -453,7 +448,7 @@ async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
-async def test_an_extra_host_and_another_version_are_rejected(make: Callable[..., Rig]) -> None:
+async def test_an_extra_host_and_another_version_are_rejected(make: MakeRig) -> None:
     """Seen failing without the check of the number: the second one gets ranks that do not exist."""
     rig = await make().started()
     refused = grpc.StatusCode.FAILED_PRECONDITION
@@ -481,7 +476,7 @@ async def test_an_extra_host_and_another_version_are_rejected(make: Callable[...
     ],
 )
 async def test_an_impossible_message_ends_the_node(
-    make: Callable[..., Rig], rank: int, packet: bytes, reason: str
+    make: MakeRig, rank: int, packet: bytes, reason: str
 ) -> None:
     rig = await make().started()
     call = await rig.call()
@@ -493,7 +488,7 @@ async def test_an_impossible_message_ends_the_node(
 
 
 async def test_an_unauthenticated_host_is_rejected_and_the_node_continues(
-    make: Callable[..., Rig], tmp_path: Path
+    make: MakeRig, tmp_path: Path
 ) -> None:
     secrets = [tmp_path / "secret", tmp_path / "another"]
     for each in secrets:
@@ -509,7 +504,7 @@ async def test_an_unauthenticated_host_is_rejected_and_the_node_continues(
 
 
 async def test_a_relay_without_authentication_is_not_opened_beyond_loopback(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "own_address", lambda *_: OwnAddress("192.0.2.1", "eth7"))
     rig = await make().started()
