@@ -89,26 +89,21 @@ def test_an_invalid_secret_is_rejected_with_a_sentence_that_does_not_contain_it(
         assert word not in said
 
 
-# Seen failing if every unreadable path is printed.
-@pytest.mark.parametrize("length", [43, 300])
-def test_a_secret_given_as_its_path_is_not_printed(length):
-    text = (new_secret() * 7)[:length]
-    with pytest.raises(
-        ConfigError, match=f"the path of {length} characters is not a file"
-    ) as caught:
-        secret.keyrings(Path(text), "node")
-    assert text not in str(caught.value)
-
-
-@pytest.mark.parametrize("path", ["secret", "run/secrets/of-a-cluster-that-was-not-mounted"])
-def test_a_missing_file_is_reported_by_name(path):
-    with pytest.raises(ConfigError, match=f"--secret-file: {path}: No such file"):
+@pytest.mark.parametrize(
+    "path, reason",
+    [
+        ("secret", "secret: No such file"),
+        ("run/secrets/of-a-cluster-that-was-not-mounted", "not-mounted: No such file"),
+        ("/proc", "/proc: Is a directory"),
+        # Seen failing if every unreadable path is printed.
+        ("s" * 43, "--secret-file: the path of 43 characters is not a file"),
+        ("s" * 300, "--secret-file: the path of 300 characters is not a file"),
+    ],
+)
+def test_an_unreadable_file_is_reported_by_name_unless_it_may_be_the_secret(path, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
         secret.keyrings(Path(path), "node")
-
-
-def test_an_unreadable_file_is_reported_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=f"--secret-file: {tmp_path}: Is a directory"):
-        secret.keyrings(tmp_path, "node")
+    assert ("s" * 43) not in str(caught.value)
 
 
 def test_the_representation_of_a_keyring_contains_no_secret():

@@ -18,7 +18,7 @@ from common.process import resources
 from common.rpc import services
 from common.rpc.services import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
-from tests.support.network.grpc_calls import status_of
+from tests.support.network.grpc_calls import serving, status_of
 
 Code = grpc.StatusCode
 WATCH = health_pb2.HealthCheckRequest()
@@ -53,15 +53,10 @@ class Service(router_pb2_grpc.RouterServicer):
 
 @pytest.fixture
 async def served():
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
     service = Service()
-    names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service)
-    assert names == ("baton.v1.Router",)
-    await server.start()
-    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+    add = router_pb2_grpc.add_RouterServicer_to_server
+    async with serving((add, service)) as address, rpc.make_channel(address) as channel:
         yield service, channel
-    await rpc.stop(server, 0.0)
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from grpc.aio import Metadata
 
-from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
+from common.errors import Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
 from common.rpc import streams as words
 from common.rpc.streams import OutgoingStream
@@ -81,19 +81,6 @@ async def test_a_peer_that_does_not_read_is_disconnected_at_the_limit(limits):
     assert outgoing.cut_off
 
 
-async def test_a_close_is_sent_after_earlier_messages_and_before_none():
-    wire, outgoing = Wire(), OutgoingStream()
-    messages = [message(i) for i in range(10)]
-    for each in messages:
-        outgoing.put(each)
-    outgoing.close(NodeUnavailable("drained"))
-    outgoing.put(message(99))
-    wire.reads.set()
-    with pytest.raises(NodeUnavailable, match="drained"):
-        await asyncio.wait_for(outgoing.converse(wire.write, wire.incoming(), print), 60)
-    assert wire.written == messages
-
-
 def last_words(error: ServingError) -> decode_pb2.FromNode:
     return decode_pb2.FromNode(last_words=words.said(error))
 
@@ -114,6 +101,7 @@ async def test_the_reason_of_an_end_is_the_last_message_of_the_stream(how: str):
             wire.says.put_nowait("bad")
         case _:
             getattr(outgoing, how)(error)
+            outgoing.put(message(99))  # not sent after an end
     wire.reads.set()
     with pytest.raises(ProtocolViolation, match="because"):
         await asyncio.wait_for(talk, 60)

@@ -17,6 +17,7 @@ from node.messages import CancelSubmitted, EngineReady, FrontMessage, StartRole
 from node.metrics import NodeMetrics
 from protos import decode_pb2, decode_pb2_grpc
 from tests.node.frontend.router_end import submit
+from tests.support.network import grpc_calls
 
 FIRST = decode_pb2.ToNode(protocol_version=limits.VERSION)
 NUM_MESSAGES = 80  # of 400 KB: more than HTTP/2 and the socket hold between them
@@ -28,7 +29,7 @@ def long_submit(number: int) -> decode_pb2.ToNode:
 
 @dataclass
 class Rig:
-    port: int
+    address: str
     link: EngineLink
     engine: "FrameConnection[FrontMessage]"
     heard: list[FrontMessage]
@@ -60,22 +61,18 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
         on_peers=lambda prefill, decode: None,
         first_message_s=first_message_s,
     )
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    serve.register(server)
-    await server.start()
-    try:
-        yield Rig(port, link, engine, heard, ended)
-    finally:
-        await rpc.stop(server, 0.0)
-        link.close()
-        engine.close()
+    async with grpc_calls.serving(
+        (decode_pb2_grpc.add_DecodeNodeServicer_to_server, serve)
+    ) as address:
+        yield Rig(address, link, engine, heard, ended)
+    link.close()
+    engine.close()
 
 
 # Seen failing without the deadline of DecodeService._first: the call continues.
 async def test_a_silent_router_is_disconnected():
     async with serving(first_message_s=0.1) as rig:
-        async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
+        async with rpc.make_channel(rig.address) as channel:
             call = decode_pb2_grpc.DecodeNodeStub(channel).Serve()
             assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.DEADLINE_EXCEEDED
             assert await call.details() == "no message on Serve within 0.1 s"
@@ -91,7 +88,7 @@ async def test_a_router_that_sends_more_than_the_engine_handles_waits_and_delays
 # Seen failing if streams count only after their first message.
 async def test_streams_that_start_together_are_counted_together(monkeypatch):
     monkeypatch.setattr("decode_node.servicer.MAX_STREAMS", 1)
-    async with serving() as rig, rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
+    async with serving() as rig, rpc.make_channel(rig.address) as channel:
         stub = decode_pb2_grpc.DecodeNodeStub(channel)
         one, other = stub.Serve(), stub.Serve()
         for call in (one, other):
@@ -105,7 +102,7 @@ async def test_streams_that_start_together_are_counted_together(monkeypatch):
 
 async def _flood(rig: Rig) -> None:
     num_written = 0
-    async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
+    async with rpc.make_channel(rig.address) as channel:
         stub = decode_pb2_grpc.DecodeNodeStub(channel)
         loud, other = stub.Serve(), stub.Serve()
         for call in (loud, other):

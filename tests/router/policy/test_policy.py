@@ -349,20 +349,6 @@ def test_namespaces_with_one_prefix_are_distributed_and_each_keeps_its_node():
     assert len(set(homes.values())) == 10
 
 
-def test_a_prefix_attracts_no_prompt_of_another_namespace():
-    rig = Rig("prefix_aware")
-    theirs = namespace_of("theirs")
-    prefix = [1] * 1024
-    pages = page_names(prefix, PAGE_SIZE, theirs)
-    rig.index.changed("p2", PAGE_SIZE, cleared=False, stored=pages)
-    for _ in range(3):
-        placement = rig.pick([*prefix, 2], namespace=theirs)
-        assert (placement.prefill[0], placement.uncached_tokens) == ("p2", 1)
-    for number in range(3):
-        placement = rig.pick([*prefix, 2], namespace=namespace_of(str(number)))
-        assert placement.uncached_tokens == 1025
-
-
 def test_consistent_hash_limits_the_queue_of_one_key():
     rig = Rig("consistent_hash", 10)
     for _ in range(300):

@@ -94,15 +94,6 @@ def test_neither_reported_nor_placed_prompts_are_visible_in_another_namespace():
     assert cached(index, reported, "p0", one) == 2 * STRIDE
 
 
-def test_the_prefix_of_placed_prompts_ends_at_the_first_missing_page():
-    index = PrefixIndex()
-    tokens = [1] * (5 * STRIDE)
-    index.changed("p0", SIZE, cleared=True)
-    index.placed(PromptPrefixes(tokens), "p0")
-    index.changed("p0", SIZE, cleared=False, removed=names(tokens[: 2 * STRIDE])[-1:])
-    assert cached(index, tokens, "p0") == STRIDE
-
-
 def test_placed_prompts_that_are_never_reported_expire():
     now = 0.0
     index = PrefixIndex(clock=lambda: now)

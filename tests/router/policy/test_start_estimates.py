@@ -64,12 +64,6 @@ def test_if_no_node_is_in_time_the_shortest_wait_is_reported():
     assert refused.value.retry_after_s == pytest.approx(2.0)
 
 
-def test_a_node_that_prefills_itself_has_a_queue_too():
-    known = Known("d0")
-    known.place("d0", num_tokens=300, wait_s=0.1)
-    assert not known.take(10, known.due(1.0))
-
-
 def test_the_duration_of_a_request_is_subtracted_from_its_budget():
     known = Known("d0")
     known.place("d0", num_tokens=300, wait_s=0.1)
