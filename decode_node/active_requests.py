@@ -307,17 +307,15 @@ class ActiveRequests:
         self.outbox.end(stream, ended)
 
     def explain(self, request_id: str) -> RequestTraces:
-        return self._history.explain(request_id, self._active_timings(request_id))
+        return self._history.explain(request_id, self._active_timings())
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._history.flights(num_ended, self._active_timings())
 
-    def _active_timings(self, request_id: str | None = None) -> Iterable[RequestTimings]:
-        """Yield the timings of active requests with this id (None: of all)."""
+    def _active_timings(self) -> Iterable[RequestTimings]:
         for state in self:
-            if request_id in (None, state.request.spec.request_id):
-                _complete(state)
-                yield state.timings
+            _complete(state)
+            yield state.timings
 
 
 def _complete(state: DecodeState) -> None:

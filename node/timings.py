@@ -9,7 +9,7 @@ on them.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -216,13 +216,7 @@ KEPT_BYTES = 1 << 20
 FAILED_BYTES = 256 << 10
 
 
-class RecordedTimings(Protocol):
-    request_id: str
-
-    def events(self, now: float) -> RequestTrace: ...
-
-
-S = TypeVar("S", bound=RecordedTimings)
+S = TypeVar("S", bound=RequestTimings | ProducerTimings)
 
 
 class _Kept(NamedTuple):
@@ -269,8 +263,9 @@ class RequestHistory(Generic[S]):
         return [self._decoder.decode(row.stamps) for row in rows]
 
     def explain(self, request_id: str, active: Iterable[S]) -> RequestTraces:
-        """Return the traces of the requests with this id: the ended ones and the `active` ones."""
-        now, found = time.monotonic(), [*self.find(request_id), *active]
+        """Return the traces of the requests with this id, among the ended and the `active` ones."""
+        running = (each for each in active if each.request_id == request_id)
+        now, found = time.monotonic(), [*self.find(request_id), *running]
         return RequestTraces(tuple(each.events(now) for each in found), len(self))
 
     def flights(self, num_ended: int, active: Iterable[S]) -> list[tuple[str, RequestTrace]]:

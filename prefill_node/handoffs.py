@@ -93,8 +93,7 @@ class HandoffHistory:
             self._send(HandoffSpan(stamps))
 
     def explain(self, request_id: str) -> RequestTraces:
-        active = (each for each in tuple(self._open.values()) if each.request_id == request_id)
-        return self._ended.explain(request_id, active)
+        return self._ended.explain(request_id, tuple(self._open.values()))
 
     def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._ended.flights(num_ended, tuple(self._open.values()))
