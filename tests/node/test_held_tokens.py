@@ -47,17 +47,6 @@ def test_a_group_is_sent_as_a_whole_with_the_data_of_its_tokens():
     assert not any(held.take_all())
 
 
-def test_all_held_tokens_can_be_sent_before_they_are_due():
-    held = HeldTokens()
-    for number in (1, 2):
-        held.begin(number, 3)
-    held.take(step({1: [10], 2: [20]}))
-    held.take(step({1: [11], 2: [21]}))
-    assert sent(held.take_all()) == [(1, 11), (2, 21)]
-    held.take(step({1: [12, 13]}))
-    assert sent(held.take(step({1: [14]}))) == [(1, 12), (1, 13), (1, 14)]
-
-
 def test_a_message_has_at_most_as_many_tokens_as_may_be_held(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(held_tokens, "MAX_HELD", 10)
     held = HeldTokens()

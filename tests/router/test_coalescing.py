@@ -2,12 +2,9 @@
 
 import asyncio
 
-import pytest
-
 from api.auth.client import by_address
 from api.grpc.parsing import from_request
 from api.requests.answer import FinalChunk, OutputChunk
-from common.errors import NodeUnavailable
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
@@ -44,13 +41,6 @@ async def test_tokens_that_arrive_during_a_write_are_sent_in_the_next_one(model)
     assert [list(piece.token_ids) for piece in pieces] == [[20], list(range(21, 60))]
 
 
-async def test_a_buffer_accepts_no_more_tokens_than_requested():
-    buffer = TokenBuffer(max_tokens=2)
-    assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
-    buffer.end(StreamEnd("length"))
-    assert await buffer.consume(pair) == ([1, 2], StreamEnd("length"))
-
-
 async def test_waiting_tokens_are_taken_with_the_weight_version_of_their_computation():
     old, new = ModelVersion(fingerprint="old"), ModelVersion(fingerprint="new")
     buffer = TokenBuffer(max_tokens=9, version=ModelVersion(fingerprint="unused"))
@@ -72,15 +62,6 @@ async def test_waiting_tokens_are_taken_with_the_weight_version_of_their_computa
     assert taken == [([1, 2], "old"), ([3], "new"), ([], "old")]
 
 
-async def test_tokens_before_a_failure_are_still_sent():
-    buffer = TokenBuffer(max_tokens=2)
-    buffer.append(1)
-    buffer.end(NodeUnavailable("gone"))
-    assert await buffer.consume(pair) == ([1], None)
-    with pytest.raises(NodeUnavailable):
-        await buffer.consume(pair)
-
-
 async def test_a_writer_sleeps_while_tokens_produce_no_output():
     buffer = TokenBuffer(max_tokens=3)
     taken: list[list[int]] = []
@@ -100,36 +81,3 @@ async def test_a_writer_sleeps_while_tokens_produce_no_output():
     buffer.wake()
     assert taken == [[1], [2], [3]]
     assert await writer == StreamEnd("length")
-
-
-async def test_a_sleeping_writer_gets_a_failure_after_the_tokens_before_it():
-    buffer = TokenBuffer(max_tokens=2)
-    taken: list[int] = []
-    writer: asyncio.Task[None] = asyncio.create_task(
-        buffer.consume(lambda output: taken.extend(output.token_ids))
-    )
-    await asyncio.sleep(0)
-    buffer.append(1)
-    buffer.end(NodeUnavailable("gone"))
-    buffer.wake()
-    with pytest.raises(NodeUnavailable):
-        await writer
-    assert taken == [1]
-
-
-async def test_an_error_while_taking_reaches_only_its_writer():
-    buffer = TokenBuffer(max_tokens=1)
-
-    def take(output: NodeOutput) -> None:
-        raise ZeroDivisionError
-
-    writer: asyncio.Task[None] = asyncio.create_task(buffer.consume(take))
-    await asyncio.sleep(0)
-    buffer.append(1)
-    buffer.wake()
-    with pytest.raises(ZeroDivisionError):
-        await writer
-
-
-def pair(output: NodeOutput) -> tuple[list[int], StreamEnd | None]:
-    return list(output.token_ids), output.end

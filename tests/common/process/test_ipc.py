@@ -120,47 +120,24 @@ def test_end_of_file_arrives_after_every_sent_message(frames, sends_first):
     receiver.send(Note(3))
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.messages: asyncio.Queue[Either] = asyncio.Queue()
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def connection(self, sock: socket.socket) -> FrameConnection[Either]:
-        connection: FrameConnection[Either] = FrameConnection(
-            Either, self.messages.put_nowait, self.ended.set_result
-        )
-        await connection.open(sock)
-        return connection
-
-
-async def test_both_kinds_of_ends_are_compatible(pair):
-    ours, theirs = pair
-    heard = Heard()
-    front = await heard.connection(ours)
-    engine: FrameSocket[Either] = FrameSocket(theirs, Either)
-    for i in range(20):
-        engine.send(Note(i, bytes(10_000)))
-    for i in range(20):
-        assert await asyncio.wait_for(heard.messages.get(), 60) == Note(i, bytes(10_000))
-    front.send(Other("back"))
-    assert engine.receive() == [Other("back")]
-    engine.close()
-    assert await asyncio.wait_for(heard.ended, 60) == "end of file"
-    front.send(Note(1))  # no effect
+async def frontend(sock: socket.socket) -> "tuple[FrameConnection[Either], asyncio.Future[str]]":
+    """Return the frontend's end of a socket, and the future reason of its end."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    connection: FrameConnection[Either] = FrameConnection(Either, print, ended.set_result)
+    await connection.open(sock)
+    return connection, ended
 
 
 async def test_bytes_that_are_no_frame_end_the_frontends_connection(pair):
     ours, theirs = pair
-    heard = Heard()
-    await heard.connection(ours)
+    _, ended = await frontend(ours)
     theirs.sendall(b"\xff\xff\xff\xff")
-    assert "was announced" in await asyncio.wait_for(heard.ended, 60)
+    assert "was announced" in await asyncio.wait_for(ended, 60)
 
 
 async def test_a_frontend_that_closes_is_not_notified_of_its_own_end(pair):
     ours, theirs = pair
-    heard = Heard()
-    front = await heard.connection(ours)
+    front, ended = await frontend(ours)
     front.close()
     front.close()
     engine: FrameSocket[Either] = FrameSocket(theirs, Either)
@@ -170,18 +147,17 @@ async def test_a_frontend_that_closes_is_not_notified_of_its_own_end(pair):
         except PeerGone:
             break
         await asyncio.sleep(0)
-    assert not heard.ended.done()
+    assert not ended.done()
 
 
 async def test_an_engine_that_does_not_read_beyond_the_limit_is_an_error(pair):
     ours, _theirs = pair
-    heard = Heard()
-    front = await heard.connection(ours)
+    front, ended = await frontend(ours)
 
     for i in range(200):
-        assert not heard.ended.done() or i > 100
+        assert not ended.done() or i > 100
         front.send(Note(i, bytes(1 << 20)))
-    assert "an engine that does not read" in await heard.ended
+    assert "an engine that does not read" in await ended
 
 
 def test_an_engine_thread_sleeps_until_the_frontend_or_another_thread_wakes_it(pair):
