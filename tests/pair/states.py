@@ -97,7 +97,13 @@ def retracted(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     other = rig.ask(OTHER[:20], 60)
     rig.until(lambda: len(other.tokens) > 16, "the other one runs")
     asked = ask(LONG[:28])
-    _reach(rig, asked, lambda: rig.decode[0].queue("retracted"))
+    (decode,) = rig.decode
+    joined = decode.count("handoffs_completed") + 1
+    _reach(rig, asked, lambda: decode.queue("transfer"), decode)
+    rig.until_news(  # before the other one ends, however slow threads are
+        lambda: asked.ended or decode.count("handoffs_completed") == joined, "it joins", decode
+    )
+    _reach(rig, asked, lambda: decode.queue("retracted"))
     return asked
 
 

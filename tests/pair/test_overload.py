@@ -33,7 +33,12 @@ def _know_how_fast(rig: PairRig, **how: object) -> None:
 def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
     """Submit requests that this node computes. Most of them still wait, and one, ahead of all
     others, is partly computed."""
+    (decode,) = rig.decode
+    granted = decode.queue("transfer") + 6
     asked = [rig.ask(prompt, max_tokens=2, **how) for prompt in _prompts(6)]  # type: ignore[arg-type]
+    if node is not decode:  # it computes none of them before it knows all, however slow threads are
+        rig.until(lambda: decode.queue("transfer") == granted, "all are granted", decode)
+        rig.settle()
     rig.until(lambda: node.queue("waiting") >= 4 and node.queue("chunked"), "prompts wait")
     rig.turn(node)
     return asked

@@ -2,10 +2,12 @@
 adapter merged into its weights."""
 
 import contextlib
+import time
 
 import pytest
 
 from common.config import LoraConfig
+from engine.scheduler.scheduler import DEADLINE_CHECK_S
 from kvtransfer.messages import HandoffFailed, OpenHandoff
 from node.messages import LoadAdapter, UnloadAdapter
 from tests.pair.rig import PairRig, Size
@@ -131,6 +133,8 @@ def test_a_request_that_waits_for_an_adapter_slot_times_out(known, shelf):
         rig.until(lambda: first.tokens, "it runs")
         late = rig.ask(PROMPTS[0], adapter=by_name["b"], budget_s=0.01)
         left = rig.ask(PROMPTS[0], adapter=by_name["b"])
+        rig.turn(*rig.decode)
+        rig.let_time_pass(time.monotonic() + DEADLINE_CHECK_S)
         rig.until(lambda: late.ended, "its budget is spent")
         assert late.ended.error.startswith("deadline")
         assert not first.ended

@@ -361,7 +361,9 @@ def test_a_request_keeps_running_during_the_copy(known: Known, what: str) -> Non
         asked = _begin(rig, 30, 100)
         rig.wires.hold_back(PagesReady)
         successor = rig.move(asked, 0, 1)
-        rig.until(lambda: source.engine.pages.holds(PageHolder.PUBLICATION).any(), "it is copied")
+        rig.until_news(
+            lambda: source.engine.pages.holds(PageHolder.PUBLICATION).any(), "it is copied", source
+        )
         assert target.queue("fetching") == 1
         match what:
             case "cancelled":
