@@ -27,8 +27,7 @@ from kvtransfer.transfer.link import (
     RateMeasured,
     ReadEnded,
 )
-from tests.support.network.data_children import CANARY, CONSUMER, Memory
-from tests.support.network.data_ends import NearProducer
+from tests.support.network.data_children import CANARY, CONSUMER, Memory, NearProducer
 from tests.support.network.loopback import LoopbackBackend, LoopbackFaults
 
 NUM_PAGES, PAGE_BYTES = 64, 4096

@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -167,25 +168,21 @@ class CudaNixl(NixlBackend):
     name = "nixl-cuda"
 
 
+BACKENDS: Mapping[str, Callable[[], TransferBackend]] = {
+    "nixl": NixlBackend,
+    "nixl-two-paths": TwoPathNixl,
+    "nixl-keyed": KeyedNixl,
+    "nixl-cuda": CudaNixl,
+    "tcp": partial(TcpBackend, "127.0.0.1"),
+    "tcp-cuda": partial(CudaTcp, "127.0.0.1"),
+    "tcp-staged": StagedTcp,
+    "tcp-tls": EncryptedTcp,
+}
+
+
 def make_backend(name: str) -> TransferBackend:
     """Return the backend with this name. Names that end in -cuda use the memory of a GPU."""
-    match name:
-        case "nixl":
-            return NixlBackend()
-        case "nixl-two-paths":
-            return TwoPathNixl()
-        case "nixl-keyed":
-            return KeyedNixl()
-        case "nixl-cuda":
-            return CudaNixl()
-        case "tcp-cuda":
-            return CudaTcp("127.0.0.1")
-        case "tcp-staged":
-            return StagedTcp()
-        case "tcp-tls":
-            return EncryptedTcp()
-        case _:
-            return TcpBackend("127.0.0.1")
+    return BACKENDS[name]()
 
 
 class Memory:
@@ -224,6 +221,37 @@ def scattered(seed: int, num_pages: int, count: int) -> tuple[Ints, Ints]:
     rng = np.random.default_rng(seed)
     source, destination = (rng.permutation(num_pages)[:count].astype(np.int32) for _ in range(2))
     return source, destination
+
+
+class NearProducer:
+    """A producer in this process."""
+
+    def __init__(
+        self, backend: TransferBackend, num_pages: int, page_bytes: int, *, seed: int
+    ) -> None:
+        self.content = content(seed, num_pages, page_bytes)
+        self._memory = make_memory(backend.name, num_pages, page_bytes)
+        self._memory.pages[:] = self.content
+        self._producer = backend.serve(self._memory.pool, seed)
+        self.remote = self._memory.remote
+        self.poll = self._producer.poll
+        self.dismiss = self._producer.dismiss
+        self.end = self._producer.close
+
+    def admit(self, consumer: int = CONSUMER) -> bytes:
+        self._producer.prepare(consumer).result(REPLY_S)
+        return self._producer.admit(consumer)
+
+    def publish(self, consumer: int, pages: Ints) -> None:
+        if self._producer.publications is not None:
+            self._producer.publications.publish(consumer, pages)
+
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        if self._producer.publications is not None:
+            self._producer.publications.withdraw(consumer, pages)
+
+    def publish_all(self, consumer: int = CONSUMER) -> None:
+        self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
 
 
 class Child:
@@ -325,31 +353,13 @@ def producer_program(
     except OSError as refusal:
         pipe.send(str(refusal))
         return
-    memory = make_memory(backend, num_pages, page_bytes)
-    memory.pages[:] = content(seed, num_pages, page_bytes)
-    producer = make_backend(backend).serve(memory.pool, seed)
-    pipe.send(memory.remote)
+    producer = NearProducer(make_backend(backend), num_pages, page_bytes, seed=seed)
+    pipe.send(producer.remote)
     while True:
         producer.poll()
-        if not pipe.poll(0.001):
-            continue
-        match pipe.recv():
-            case ("admit", consumer):
-                producer.prepare(consumer).result(REPLY_S)
-                pipe.send(producer.admit(consumer))
-            case ("dismiss", consumer):
-                producer.dismiss(consumer)
-                pipe.send("dismissed")
-            case ("publish", consumer, pages):
-                if producer.publications is not None:
-                    producer.publications.publish(consumer, pages)
-                pipe.send("published")
-            case ("withdraw", consumer, pages):
-                if producer.publications is not None:
-                    producer.publications.withdraw(consumer, pages)
-                pipe.send("withdrawn")
-            case ("nothing",):
-                pipe.send(None)
+        if pipe.poll(0.001):
+            name, *arguments = pipe.recv()
+            pipe.send(getattr(producer, name)(*arguments))
 
 
 def consumer_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) -> None:

@@ -30,6 +30,7 @@ from tests.support.network.data_children import (
     REPLY_S,
     Child,
     Memory,
+    NearProducer,
     consumer_program,
     content,
     make_memory,
@@ -70,7 +71,7 @@ def changed(description: TcpDescription, **fields: object) -> bytes:
 
 
 class FarProducer:
-    """A producer in another process."""
+    """A NearProducer in another process."""
 
     def __init__(
         self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path, apart: str
@@ -114,48 +115,16 @@ class FarProducer:
         self.child.ask("withdraw", consumer, pages)
 
     def publish_all(self, consumer: int = CONSUMER) -> None:
-        self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
+        assert self.remote
+        self.child.ask("publish_all", consumer)
 
     def has_run(self) -> None:
         """Wait until the producer's loop has run once more."""
-        assert self.child.ask("nothing") is None
+        self.child.ask("poll")
 
     def end(self) -> None:
         """Kill the process without a graceful shutdown."""
         self.child.kill()
-
-
-class NearProducer:
-    """A loopback producer, which lives in the consumer's process, with FarProducer's interface."""
-
-    def __init__(
-        self, backend: TransferBackend, num_pages: int, page_bytes: int, *, seed: int
-    ) -> None:
-        self.content = content(seed, num_pages, page_bytes)
-        self._memory = Memory(num_pages, page_bytes)
-        self._memory.pages[:] = self.content
-        self._producer = backend.serve(self._memory.pool, seed)
-        self.remote = self._memory.remote
-
-    def admit(self, consumer: int = CONSUMER) -> bytes:
-        return self._producer.admit(consumer)
-
-    def dismiss(self, consumer: int = CONSUMER) -> None:
-        self._producer.dismiss(consumer)
-
-    def publish(self, consumer: int, pages: Ints) -> None:
-        assert self._producer.publications is not None
-        self._producer.publications.publish(consumer, pages)
-
-    def withdraw(self, consumer: int, pages: Ints) -> None:
-        assert self._producer.publications is not None
-        self._producer.publications.withdraw(consumer, pages)
-
-    def publish_all(self, consumer: int = CONSUMER) -> None:
-        self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
-
-    def end(self) -> None:
-        self._producer.close()
 
 
 class FarConsumer:
