@@ -41,6 +41,7 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.loop.rebalancing import RebalancingRole
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, packed, unpacked
+from engine.ranks import processes
 from engine.ranks.job_queue import JobFailed
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, PingTimer
@@ -73,7 +74,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(autouse=True)
 def forked_followers() -> Iterator[None]:
-    with fork_server.for_followers():
+    with fork_server.in_use(processes):
         yield
 
 
@@ -511,7 +512,7 @@ def be_rank_zero(config: str) -> None:
     """Build an engine of two ranks, print the pid of its follower, and run a step for each line."""
     fork_server.fork_from_this_process()
     logs.setup("engine", "info", "text")
-    with fork_server.for_followers():
+    with fork_server.in_use(processes):
         serving = Serving(EngineConfig.model_validate_json(config))
     print(*serving.engine.follower_pids, flush=True)
     while sys.stdin.readline():

@@ -138,9 +138,7 @@ class DeviceTwin:
         self.users.check()
         return torch.empty(shape, dtype=dtype)
 
-    def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        self.users.check()
-        return torch.empty(shape, dtype=dtype)
+    empty_host = empty
 
     def scratch(self, page_bytes: int) -> ReadScratch:
         return ReadScratch(page_bytes)

@@ -7,7 +7,7 @@ Imports take most of the CPU time of a short cluster test. The server is a proce
 everything, has one thread, and forks. A program that it starts becomes a child of the calling
 process: its pid, exit code, signals, output, session and parent-death signal are the same as after
 exec. The engine process of a node is forked too, by its frontend. The followers of an engine are
-forked if the engine runs in the calling process (`for_followers`). `baton up`, `baton bench` and a
+forked if the engine runs in the calling process. `baton up`, `baton bench` and a
 router with several processes fork a server of their own, which starts their processes. All other
 commands and processes are started by exec.
 
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing import connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from common.process import children, leash
@@ -77,27 +77,18 @@ _MOST_FILES = 16
 
 
 @contextlib.contextmanager
-def in_use() -> Iterator[None]:
-    """Start programs of `Child` through a fork server while inside the context."""
-    before = children.subprocess
-    children.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
+def in_use(starter: ModuleType = children) -> Iterator[None]:
+    """Start programs through a fork server while inside the context.
+
+    Args:
+        starter: module that starts them: of `ChildProcess`, or of the followers of an engine.
+    """
+    before = starter.subprocess
+    starter.subprocess = _subprocess_with(_start_program)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        children.subprocess = before
-
-
-@contextlib.contextmanager
-def for_followers() -> Iterator[None]:
-    """Start followers of engines in this process through a fork server while inside the context."""
-    from engine.ranks import processes
-
-    before = processes.subprocess
-    processes.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        processes.subprocess = before
+        starter.subprocess = before  # type: ignore[attr-defined]
 
 
 class _Forked:

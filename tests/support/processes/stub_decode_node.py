@@ -107,9 +107,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
             server, self._server = self._server, None
             await server.stop(0)
 
-    async def Describe(
-        self, request: node_pb2.DescribeRequest, context: Any
-    ) -> node_pb2.DescribeResponse:
+    async def Describe(self, request, context):
         self.num_asked += 1
         await self.answering.wait()
         self.num_described += 1
@@ -124,9 +122,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         finally:
             self.watchers.remove(news)
 
-    async def LoadAdapter(
-        self, request: router_pb2.LoadAdapterRequest, context: Any
-    ) -> router_pb2.LoadAdapterResponse:
+    async def LoadAdapter(self, request, context):
         if self.refuses_adapters:
             raise FailedPrecondition(self.refuses_adapters)
         fresh = request.name not in self.adapters
@@ -135,30 +131,22 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self.adapters_changed()
         return router_pb2.LoadAdapterResponse(id=self.adapters[request.name], fresh=fresh)
 
-    async def UnloadAdapter(
-        self, request: router_pb2.UnloadAdapterRequest, context: Any
-    ) -> router_pb2.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request, context):
         known = self.adapters.pop(request.name, None) is not None
         self.adapters_changed()
         return router_pb2.UnloadAdapterResponse(known=known)
 
-    async def Pause(
-        self, request: router_pb2.PauseRequest, context: Any
-    ) -> router_pb2.PauseResponse:
+    async def Pause(self, request, context):
         if self.refuses_pauses:
             raise FailedPrecondition(self.refuses_pauses)
         fresh, self.paused = not self.paused, request.mode
         return router_pb2.PauseResponse(fresh=fresh, aborted=3)
 
-    async def Continue(
-        self, request: router_pb2.ContinueRequest, context: Any
-    ) -> router_pb2.ContinueResponse:
+    async def Continue(self, request, context):
         was_paused, self.paused = bool(self.paused), ""
         return router_pb2.ContinueResponse(was_paused=was_paused)
 
-    async def PrepareWeights(
-        self, request: node_pb2.PrepareWeightsRequest, context: Any
-    ) -> node_pb2.PrepareWeightsResponse:
+    async def PrepareWeights(self, request, context):
         if self.refuses_weights:
             raise FailedPrecondition(self.refuses_weights)
         self.prepared = (
@@ -166,9 +154,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         )
         return node_pb2.PrepareWeightsResponse(id=self.prepared)
 
-    async def PutWeights(
-        self, request: node_pb2.PutWeightsRequest, context: Any
-    ) -> node_pb2.PutWeightsResponse:
+    async def PutWeights(self, request, context):
         if self.loses_weights or not self.paused or request.id != self.prepared:
             raise FailedPrecondition(
                 self.loses_weights or "it is not paused, or they are not prepared"
@@ -178,45 +164,33 @@ class StubNode(node_pb2_grpc.NodeServicer):
             del self.description.links[:]
         return node_pb2.PutWeightsResponse()
 
-    async def TakeWeights(
-        self, request: node_pb2.TakeWeightsRequest, context: Any
-    ) -> node_pb2.TakeWeightsResponse:
+    async def TakeWeights(self, request, context):
         if request.id != self.weights:
             if self.loses_weights or not self.paused:
                 raise FailedPrecondition(self.loses_weights or "it is not paused")
             self.weights, self.in_mode, self.lender = request.id, self.paused, request.address
         return node_pb2.TakeWeightsResponse()
 
-    async def ReleaseMemory(
-        self, request: router_pb2.ReleaseMemoryRequest, context: Any
-    ) -> router_pb2.ReleaseMemoryResponse:
+    async def ReleaseMemory(self, request, context):
         if self.refuses_pauses:
             raise FailedPrecondition(self.refuses_pauses)
         self.away |= set(request.tags)
         return router_pb2.ReleaseMemoryResponse()
 
-    async def ResumeMemory(
-        self, request: router_pb2.ResumeMemoryRequest, context: Any
-    ) -> router_pb2.ResumeMemoryResponse:
+    async def ResumeMemory(self, request, context):
         self.away -= set(request.tags)
         return router_pb2.ResumeMemoryResponse()
 
-    async def StartProfile(
-        self, request: router_pb2.StartProfileRequest, context: Any
-    ) -> node_pb2.ProfileResponse:
+    async def StartProfile(self, request, context):
         self.profiled = request.num_steps
         return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
 
-    async def StopProfile(
-        self, request: router_pb2.StopProfileRequest, context: Any
-    ) -> node_pb2.ProfileResponse:
+    async def StopProfile(self, request, context):
         if self.profiled is None:
             raise FailedPrecondition("no profile is running")
         return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
 
-    async def FlushCache(
-        self, request: router_pb2.FlushCacheRequest, context: Any
-    ) -> router_pb2.FlushCacheResponse:
+    async def FlushCache(self, request, context):
         if self.refuses_pauses:
             raise FailedPrecondition(self.refuses_pauses)
         return router_pb2.FlushCacheResponse(pages_freed=2)
