@@ -215,85 +215,65 @@ TREE = record({"v": COUNT, "kids": listed({"$ref": "#"}, maxItems=2)}, "v")
 
 
 def _combined() -> Iterator[tuple[str, Any]]:
-    yield "any of two types", {"anyOf": [COUNT, TEXT]}
-    yield "any of two records", {"anyOf": [CAT, DOG]}
-    yield "one of two types", {"oneOf": [COUNT, TEXT]}
-    yield "one of two tagged records", {"oneOf": [CAT, DOG]}
-    yield (
-        "one of two by reference",
-        {
+    yield from {
+        "any of two types": {"anyOf": [COUNT, TEXT]},
+        "any of two records": {"anyOf": [CAT, DOG]},
+        "one of two types": {"oneOf": [COUNT, TEXT]},
+        "one of two tagged records": {"oneOf": [CAT, DOG]},
+        "one of two by reference": {
             "$defs": {"cat": CAT, "dog": DOG},
             "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
             "discriminator": {"propertyName": "kind"},
         },
-    )
-    yield (
-        "one of two by what they have",
-        {
+        "one of two by what they have": {
             "oneOf": [
                 record({"a": COUNT}, "a", additionalProperties=False),
                 record({"b": COUNT}, "b", additionalProperties=False),
             ]
         },
-    )
-    yield "one of values", {"oneOf": [{"const": 1}, {"const": "a"}, {"enum": [2, 3]}]}
-    yield (
-        "one name or the other",
-        record({"a": COUNT, "b": COUNT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
-    )
-    yield "a type beside any of", {"type": "integer", "anyOf": [_range(0, 5), _range(90, 99)]}
-    yield "any of, where one cannot be", {"type": "string", "anyOf": [TEXT, COUNT]}
-    yield "any of any of", {"anyOf": [{"anyOf": [COUNT, FLAG]}, {"anyOf": [TEXT, COLOUR]}]}
-    yield "any of twice", {"anyOf": [COUNT, TEXT], "allOf": [{"anyOf": [FLAG, {"minimum": 50}]}]}
-    yield "all of one", {"allOf": [COUNT]}
-    yield "all of two limits", {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}
-    yield ("all of two records", {"allOf": [record({"a": COUNT}, "a"), record({"b": TEXT}, "b")]})
-    yield (
-        "all of two with one name",
-        {"allOf": [record({"a": {"minimum": 5}}, "a"), record({"a": COUNT})]},
-    )
-    yield (
-        "more of a reference",
-        referring(
+        "one of values": {"oneOf": [{"const": 1}, {"const": "a"}, {"enum": [2, 3]}]},
+        "one name or the other": record(
+            {"a": COUNT, "b": COUNT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]
+        ),
+        "a type beside any of": {"type": "integer", "anyOf": [_range(0, 5), _range(90, 99)]},
+        "any of, where one cannot be": {"type": "string", "anyOf": [TEXT, COUNT]},
+        "any of any of": {"anyOf": [{"anyOf": [COUNT, FLAG]}, {"anyOf": [TEXT, COLOUR]}]},
+        "any of twice": {"anyOf": [COUNT, TEXT], "allOf": [{"anyOf": [FLAG, {"minimum": 50}]}]},
+        "all of one": {"allOf": [COUNT]},
+        "all of two limits": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]},
+        "all of two records": {"allOf": [record({"a": COUNT}, "a"), record({"b": TEXT}, "b")]},
+        "all of two with one name": {
+            "allOf": [record({"a": {"minimum": 5}}, "a"), record({"a": COUNT})]
+        },
+        "more of a reference": referring(
             "base",
             record({"id": COUNT}, "id"),
             allOf=[{"$ref": "#/$defs/base"}, record({"name": TEXT}, "name")],
         ),
-    )
-    yield (
-        "all of, one closed",
-        {
+        "all of, one closed": {
             "allOf": [
                 record({"a": COUNT, "b": COUNT}, "a", additionalProperties=False),
                 record({"b": COUNT, "c": COUNT}, "b"),
             ]
         },
-    )
-    yield "all of two lists", {"allOf": [listed(COUNT), {"items": {"minimum": 50}, "minItems": 1}]}
-    yield "all of values", {"allOf": [{"enum": [1, 2, 3]}, {"enum": [2, 3, 4]}]}
-    yield "reference", referring("a", COUNT, **{"$ref": "#/$defs/a"})
-    yield (
-        "reference with more beside it",
-        referring("a", COUNT, **{"$ref": "#/$defs/a", "minimum": 50, "title": "A"}),
-    )
-    yield "definitions", {"definitions": {"a": TEXT}, **listed({"$ref": "#/definitions/a"})}
-    yield (
-        "a name with a slash",
-        referring("a/b%c", COUNT, **record({"x": {"$ref": "#/$defs/a~1b%c"}}, "x")),
-    )
-    yield (
-        "reference to a reference",
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": COLOUR}, **listed({"$ref": "#/$defs/a"})},
-    )
-    yield (
-        "reference to a property",
-        record({"a": COUNT, "b": {"$ref": "#/properties/a"}}, "a", "b"),
-    )
-    yield "list with a tail", referring("n", NODE, **{"$ref": "#/$defs/n"})
-    yield "tree", TREE
-    yield (
-        "expression",
-        {
+        "all of two lists": {"allOf": [listed(COUNT), {"items": {"minimum": 50}, "minItems": 1}]},
+        "all of values": {"allOf": [{"enum": [1, 2, 3]}, {"enum": [2, 3, 4]}]},
+        "reference": referring("a", COUNT, **{"$ref": "#/$defs/a"}),
+        "reference with more beside it": referring(
+            "a", COUNT, **{"$ref": "#/$defs/a", "minimum": 50, "title": "A"}
+        ),
+        "definitions": {"definitions": {"a": TEXT}, **listed({"$ref": "#/definitions/a"})},
+        "a name with a slash": referring(
+            "a/b%c", COUNT, **record({"x": {"$ref": "#/$defs/a~1b%c"}}, "x")
+        ),
+        "reference to a reference": {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": COLOUR},
+            **listed({"$ref": "#/$defs/a"}),
+        },
+        "reference to a property": record({"a": COUNT, "b": {"$ref": "#/properties/a"}}, "a", "b"),
+        "list with a tail": referring("n", NODE, **{"$ref": "#/$defs/n"}),
+        "tree": TREE,
+        "expression": {
             "$defs": {
                 "e": {
                     "anyOf": [
@@ -311,19 +291,18 @@ def _combined() -> Iterator[tuple[str, Any]]:
             },
             "$ref": "#/$defs/e",
         },
-    )
+    }.items()
 
 
 def _of_life() -> Iterator[tuple[str, Any]]:
     """Yield schemas as tools, forms and services use them."""
     address = record({"street": TEXT, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, "zip")
     person = record({"name": TEXT, "age": COUNT, "address": address}, "name", "age")
-    yield "person", person
-    yield "people", listed(person, maxItems=2)
-    yield "weather", record({"city": TEXT, "unit": {"enum": ["C", "F"]}}, "city", "unit")
-    yield (
-        "calls of tools",
-        {
+    yield from {
+        "person": person,
+        "people": listed(person, maxItems=2),
+        "weather": record({"city": TEXT, "unit": {"enum": ["C", "F"]}}, "city", "unit"),
+        "calls of tools": {
             "type": "array",
             "minItems": 1,
             "maxItems": 2,
@@ -335,10 +314,7 @@ def _of_life() -> Iterator[tuple[str, Any]]:
                 ]
             },
         },
-    )
-    yield (
-        "invoice",
-        record(
+        "invoice": record(
             {
                 "id": {"type": "string", "pattern": "^INV-[0-9]{4}$"},
                 "due": {"type": "string", "format": "date"},
@@ -348,55 +324,42 @@ def _of_life() -> Iterator[tuple[str, Any]]:
             *("id", "due", "lines", "paid"),
             additionalProperties=False,
         ),
-    )
-    yield "point", record({"lat": _degrees(90), "lon": _degrees(180)}, "lat", "lon")
-    yield "shape", record({"type": {"const": "Point"}, "at": _pair(NUMBER)}, "type", "at")
-    yield "scores", {"type": "object", "additionalProperties": NUMBER, "maxProperties": 3}
-    yield (
-        "answer with steps",
-        record(
+        "point": record({"lat": _degrees(90), "lon": _degrees(180)}, "lat", "lon"),
+        "shape": record({"type": {"const": "Point"}, "at": _pair(NUMBER)}, "type", "at"),
+        "scores": {"type": "object", "additionalProperties": NUMBER, "maxProperties": 3},
+        "answer with steps": record(
             {"steps": listed(record({"why": TEXT}, "why")), "final": TEXT},
             *("steps", "final"),
             additionalProperties=False,
         ),
-    )
-    yield (
-        "settings",
-        record(
+        "settings": record(
             {
                 "server": record({"host": {"type": "string", "format": "ipv4"}, "port": COUNT}),
                 "log": record({"level": {"enum": ["debug", "info"]}, "to": listed(TEXT)}, "level"),
             },
             "log",
         ),
-    )
+    }.items()
     for kind, schema in KINDS.items():
-        yield (
-            f"extraction of {kind}",
-            record({"found": FLAG, "it": _or_null(schema)}, "found", "it"),
-        )
-        yield f"page of {kind}", record({"items": listed(schema), "next": _or_null(TEXT)}, "items")
-        yield (
-            f"event with {kind}",
-            record(
+        yield from {
+            f"extraction of {kind}": record({"found": FLAG, "it": _or_null(schema)}, "found", "it"),
+            f"page of {kind}": record({"items": listed(schema), "next": _or_null(TEXT)}, "items"),
+            f"event with {kind}": record(
                 {
                     "at": {"type": "string", "format": "date-time"},
                     "data": record({"v": schema}, "v"),
                 },
                 *("at", "data"),
             ),
-        )
-        yield f"matrix of {kind}", listed(_pair(schema), minItems=1, maxItems=2)
-        yield f"ranked {kind}", record({"best": schema, "others": listed(schema)}, "best", "others")
-        yield (
-            f"result with {kind}",
-            {
+            f"matrix of {kind}": listed(_pair(schema), minItems=1, maxItems=2),
+            f"ranked {kind}": record({"best": schema, "others": listed(schema)}, "best", "others"),
+            f"result with {kind}": {
                 "oneOf": [
                     record({"ok": {"const": True}, "value": schema}, "ok", "value"),
                     record({"ok": {"const": False}, "error": TEXT}, "ok", "error"),
                 ]
             },
-        )
+        }.items()
 
 
 def _call(name: str, parameters: Any) -> dict[str, Any]:
