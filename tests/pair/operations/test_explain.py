@@ -1,8 +1,9 @@
-"""Explanations of a request by both nodes, and the open hand-offs in their watchdog reports."""
+"""What nodes record about a request: events, by which both explain it, and the timeline of its end.
+Also the open hand-offs in their watchdog reports."""
 
 import pytest
 
-from common.requests.timeline import RequestTrace
+from common.requests.timeline import Phase, RequestTrace
 from kvtransfer.messages import GrantHandoff
 from node.messages import ExplainRequests
 from tests.pair.rig import Node, PairRig, Size
@@ -15,6 +16,7 @@ from tests.pair.states import (
     waiting_at_the_producer,
     with_its_grant_under_way,
 )
+from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, of
 
 NAME = "the one"
 
@@ -34,9 +36,9 @@ def whats(flight: RequestTrace) -> list[str]:
     return [event.what for event in flight.events]
 
 
-def test_both_nodes_explain_a_hand_off_from_submission_to_end(known):
+def test_both_nodes_record_a_hand_off_from_submission_to_end(known):
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
-        rig.ask(LONG, request_id=NAME)
+        asked = rig.ask(LONG, request_id=NAME)
         rig.serve(OTHER, request_id="another")
         (here,) = explained(rig, rig.decode[0])
         reported = whats(here)
@@ -47,6 +49,16 @@ def test_both_nodes_explain_a_hand_off_from_submission_to_end(known):
         assert here.events[-1].detail == "length"
         (there,) = explained(rig, rig.prefill[0])
         assert whats(there) == ["opened", "granted", "prefills", "computed", "released"]
+        timeline = asked.ended.stamps.timeline()
+        (attempt,) = timeline.attempts
+        assert attempt.prefill == rig.prefill[0].front.address
+        assert (attempt.path, attempt.outcome) == ("loopback", "completed")
+        page_bytes = rig.decode[0].engine.pool.page_bytes
+        assert (attempt.num_pages, attempt.num_bytes) == (7, 7 * page_bytes)
+        assert attempt.num_chunks == 4
+        for chain in (CHAIN, ON_PREFILL_NODE):
+            assert [row.phase for row in of(timeline, *chain, attempt=1)] == list(chain)
+        assert len(of(timeline, Phase.RUNNING)) == 1 and not of(timeline, *LOCAL)
 
 
 def test_a_running_request_is_explained_up_to_now(known):
@@ -64,10 +76,10 @@ def test_a_running_request_is_explained_up_to_now(known):
         assert not explained(rig, rig.decode[0], "somebody else's")
 
 
-def test_an_explanation_has_the_reason_of_a_lost_hand_off_and_the_next_producer(known):
+def test_a_record_has_the_reason_of_a_lost_hand_off_and_the_next_producer(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
-        rig.serve(LONG, prefill=[0, 1], request_id=NAME)
+        asked = rig.serve(LONG, prefill=[0, 1], request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         (lost,) = [event for event in here.events if event.what == "failed"]
         assert "hand-off 1" in lost.detail and "by the test" in lost.detail
@@ -76,11 +88,17 @@ def test_an_explanation_has_the_reason_of_a_lost_hand_off_and_the_next_producer(
         (first,), (second,) = (explained(rig, node) for node in rig.prefill)
         assert (whats(first)[-1], whats(second)[-1]) == ("dropped", "released")
         assert first.events[-1].detail
+        timeline = asked.ended.stamps.timeline()
+        lost, held = timeline.attempts
+        assert (lost.outcome, held.outcome) == ("failed", "completed")
+        assert lost.reason and not held.reason
+        assert [lost.prefill, held.prefill] == [node.front.address for node in rig.prefill]
+        assert not of(timeline, Phase.JOIN, attempt=1)
 
 
-def test_an_explanation_has_the_reason_of_a_local_prefill(known):
+def test_a_record_has_the_reason_of_a_local_prefill(known):
     with PairRig(known.loaded, prefill=()) as rig:
-        rig.serve(LONG, request_id=NAME)
+        asked = rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         assert whats(here) == [
             "submitted",
@@ -91,12 +109,17 @@ def test_an_explanation_has_the_reason_of_a_local_prefill(known):
             "ended",
         ]
         assert "no candidate prefill node" in here.events[2].detail
+        timeline = asked.ended.stamps.timeline()
+        assert not timeline.attempts
+        assert [row.phase for row in of(timeline, *LOCAL)] == list(LOCAL)
+        (running,) = of(timeline, Phase.RUNNING)
+        assert running.start == timeline.first_token
 
 
-def test_an_explanation_has_the_times_of_a_retraction(known):
-    with PairRig(known.loaded, decode=[Size(num_pages=16)], new_token_ratio=0.02) as rig:
-        for number, prompt in enumerate((LONG, OTHER)):
-            rig.ask(prompt, 60, request_id=f"{number}")
+def test_a_record_has_the_times_of_a_retraction(known):
+    small = [Size(num_pages=16)]
+    with PairRig(known.loaded, prefill=(), decode=small, new_token_ratio=0.02) as rig:
+        asked = [rig.ask(prompt, 60, request_id=f"{n}") for n, prompt in enumerate((LONG, OTHER))]
         rig.run()
         reported = [
             what
@@ -105,14 +128,17 @@ def test_an_explanation_has_the_times_of_a_retraction(known):
             for what in whats(flight)
         ]
         assert reported.count("retracted") == reported.count("returned") >= 1
+        away = [row for one in asked for row in of(one.ended.stamps.timeline(), Phase.RETRACTED)]
+        assert any(row.end > row.start for row in away)
 
 
-def test_both_nodes_explain_a_rejected_request(known):
+def test_a_record_of_a_rejected_request_has_its_error(known):
     with PairRig(known.loaded, context_length=64) as rig:
-        rig.serve(LONG, request_id=NAME)
+        asked = rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         assert whats(here) == ["submitted", "accepted", "ended"]
-        assert here.events[-1].detail.startswith("error: ")
+        assert here.events[-1].detail.startswith("error: ") and asked.ended.error
+        assert {row.phase for row in asked.ended.stamps.timeline().intervals} == {Phase.DISPATCH}
 
 
 def test_an_explanation_has_the_tokens_found_in_a_tier(known):
