@@ -10,19 +10,18 @@ import pytest
 
 from common.config import PrefixSharingConfig
 from common.request import PrefixHint
-from kvtransfer.messages import OpenHandoff, ReadsDone
+from kvtransfer.messages import ReadsDone
 from kvtransfer.transfer import sides
 from node.messages import (
-    ContinueGeneration,
     PrepareRole,
     ReleaseMemory,
     ResumeMemory,
     TakeWeights,
 )
 from tests.pair.cache.test_prefix_sharing import prompt
-from tests.pair.cache.test_sleep_mode import ALL, released, taken_again
-from tests.pair.models.test_weight_updates import MANY, PROMPT, ask, greedy, pause, shelf
-from tests.pair.operations.test_pauses import call_node, computes_nothing, one_runs, resumed
+from tests.pair.cache.test_sleep_mode import ALL, asleep, released, taken_again
+from tests.pair.models.test_weight_updates import PROMPT, ask, greedy, pause, shelf
+from tests.pair.operations.test_pauses import call_node, computes_nothing, resumed
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.hardware.devices import use
 from tests.support.hardware.virtual_memory import host_memory
@@ -90,33 +89,14 @@ def memory_of(node):
 
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
 def test_nodes_respond_correctly_after_their_memory_was_released(rig, greedy, tags):
-    assert ask(rig).tokens == greedy("old", PROMPT, 8)
-    running = rig.ask(PROMPT, MANY)
-    one_runs(rig)
     addresses = [node.engine.pool.base_address for node in rig.nodes]
     whole = [memory_of(node).mapped_bytes for node in rig.nodes]
-    pause(rig)
-    released(rig, tags=tags)
-    for node, before in zip(rig.nodes, whole, strict=True):
-        left = 0 if tags == ALL else before - memory_of(node).mapped_bytes
-        assert memory_of(node).mapped_bytes < before and left < before
-        assert "memory is released" in call_node(rig, node, ContinueGeneration()).error
-    late = rig.ask(PROMPT, 8)
-    assert computes_nothing(rig) and not late.ended
-    taken_again(rig, tags=tags)
+    with asleep(rig, greedy, tags):
+        for node, before in zip(rig.nodes, whole, strict=True):
+            left = 0 if tags == ALL else before - memory_of(node).mapped_bytes
+            assert memory_of(node).mapped_bytes < before and left < before
     assert [memory_of(node).mapped_bytes for node in rig.nodes] == whole
     assert [node.engine.pool.base_address for node in rig.nodes] == addresses
-    assert computes_nothing(rig)
-    rig.until_paired()
-    resumed(rig)
-    rig.run()
-    assert running.tokens == greedy("old", PROMPT, MANY)
-    assert late.tokens == greedy("old", PROMPT, 8)
-    rig.flush(*rig.nodes)
-    handed = len(rig.wires.said(OpenHandoff))
-    again = ask(rig)
-    assert (again.tokens, again.cached_tokens) == (greedy("old", PROMPT, 8), 0)
-    assert len(rig.wires.said(OpenHandoff)) == handed + 1
 
 
 def test_peers_are_unpaired_before_the_release_and_paired_after_it(rig, log):

@@ -2,10 +2,12 @@
 KV that was released."""
 
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
 from common.pausing import PauseMode
+from kvtransfer.messages import OpenHandoff
 from node.messages import (
     ContinueGeneration,
     PauseGeneration,
@@ -40,33 +42,43 @@ def taken_again(rig, *nodes, tags=ALL):
         assert not call_node(rig, node, ResumeMemory(tags)).error
 
 
-@pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
-def test_paused_nodes_release_memory_and_respond_correctly_afterwards(rig, greedy, tags):
+@contextmanager
+def asleep(rig, greedy, tags):
+    """Release memory of paused nodes while inside the context. Check that they then compute
+    nothing, and that their responses are right afterwards."""
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     running = rig.ask(PROMPT, MANY)
     one_runs(rig)
-    (node, *_), pairs = rig.decode, rig.wires.num_begun
-    assert call_node(rig, node, ReleaseMemory(tags)).error == (
-        "this node has requests: pause it first"
-    )
+    refused = call_node(rig, rig.decode[0], ReleaseMemory(tags)).error
+    assert refused == "this node has requests: pause it first"
     pause(rig)
     released(rig, tags=tags)
     for node in rig.nodes:
-        assert node.pages("free") == node.engine.pages.num_pages
-        gone = not node.engine.pool.tensor.any()
-        assert gone == ("kv_cache" in tags)
         assert "memory is released" in call_node(rig, node, ContinueGeneration()).error
     late = rig.ask(PROMPT, 8)
     assert computes_nothing(rig) and not late.ended
+    yield
     taken_again(rig, tags=tags)
     assert computes_nothing(rig)
+    rig.until_paired()
     resumed(rig)
     rig.run()
     assert running.tokens == greedy("old", PROMPT, MANY)
     assert late.tokens == greedy("old", PROMPT, 8)
     rig.flush(*rig.nodes)
+    handed = len(rig.wires.said(OpenHandoff))
     again = ask(rig)
     assert (again.tokens, again.cached_tokens) == (greedy("old", PROMPT, 8), 0)
+    assert len(rig.wires.said(OpenHandoff)) == handed + 1
+
+
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
+def test_paused_nodes_release_memory_and_respond_correctly_afterwards(rig, greedy, tags):
+    pairs = rig.wires.num_begun
+    with asleep(rig, greedy, tags):
+        for node in rig.nodes:
+            assert node.pages("free") == node.engine.pages.num_pages
+            assert node.engine.pool.tensor.any() == ("kv_cache" not in tags)
     assert rig.wires.num_begun == pairs
 
 
