@@ -61,19 +61,22 @@ def _assert_refused(asked: Asked) -> None:
     assert asked.tokens == []
 
 
-def test_a_prefill_node_with_a_long_queue_rejects_late_requests_at_once(known):
-    with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+def test_a_node_with_a_long_queue_rejects_late_requests_at_once(known, mode):
+    producers = (ROOMY,) if mode == "disaggregated" else ()
+    with PairRig(known.loaded, prefill=producers, decode=(ROOMY,), mode=mode) as rig:
         _know_how_fast(rig)
-        (prefill,) = rig.prefill
-        before = _busy(rig, prefill)
+        (node,) = rig.prefill or rig.decode
+        before = _busy(rig, node)
         late = rig.ask(SHORT, queue_s=NOW)
-        _open(rig, late)
-        rig.turn(prefill)
-        assert prefill.count("refused/late") == 1
+        if producers:
+            _open(rig, late)
+        rig.turn(node)
+        assert node.count("refused/late") == 1
         assert any(each.ended is None for each in before)
         rig.run(late)
         _assert_refused(late)
-        assert rig.decode[0].count("local_prefills") == 0
+        assert not producers or rig.decode[0].count("local_prefills") == 0
         rig.run()
         known.check(*before)
 
@@ -159,18 +162,6 @@ def test_a_prefill_node_rejects_no_running_response_even_if_its_consumer_sets_a_
         assert prefill.count("refused/late") == (not num_generated)
         assert prefill.queue("bootstrap") == (num_generated > 0)
         decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
-
-
-def test_a_node_that_prefills_itself_also_rejects_at_once(known):
-    with PairRig(known.loaded, prefill=(), decode=(ROOMY,), mode="colocated") as rig:
-        _know_how_fast(rig)
-        before = _busy(rig, rig.decode[0])
-        late = rig.ask(SHORT, queue_s=NOW)
-        rig.run(late)
-        _assert_refused(late)
-        assert rig.decode[0].count("refused/late") == 1
-        rig.run()
-        known.check(*before)
 
 
 def test_the_request_with_the_earliest_start_limit_starts_first(known):

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from common.pausing import PauseMode
-from common.requests.pooling import PoolingMode, PoolingParams
 from decode_node.handoffs import IncomingHandoffs
-from node.messages import ContinueGeneration, PauseGeneration, SubmitPooling
+from node.messages import ContinueGeneration, PauseGeneration
 from tests.pair.conftest import Known
+from tests.pair.features.test_pooled_calls import call
 from tests.pair.rig import Asked, PairRig, Size, prompt
 
 WAITING = prompt(400, 2)
@@ -98,13 +97,7 @@ def test_granted_prompts_precede_computation_ahead(known, grants):
         (node,) = rig.prefill
         _until_it_waits(rig)
         _until_ahead(rig, 64)
-        other = np.array(prompt(20, 5), "<i4").tobytes()
-        last = PoolingParams(PoolingMode.LAST)
-        node.router.inbox.append(
-            SubmitPooling(
-                number=1, prompts=(other,), pooling=last, budget_s=300.0, request_id="other"
-            )
-        )
+        call(node, 1, [prompt(20, 5)])
         rig.until(lambda: node.router.pooled, "the other one has its vector", node)
         assert node.count("tokens_ahead") < len(WAITING)
         rig.until(lambda: node.role._ahead.current, "it goes on", node)

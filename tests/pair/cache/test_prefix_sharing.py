@@ -75,14 +75,6 @@ def test_the_next_turn_is_read_from_the_node_of_the_last_response(known: Known) 
         assert since(prefill, before)[1] == 0
 
 
-def test_a_prefill_node_reads_prefixes_from_another_one(known: Known) -> None:
-    with cached_at_first(known) as rig:
-        before = ways(rig.prefill[1])
-        rest = [*prompt(100), *prompt(30, 7)]
-        answered(rig, known, rig.ask(rest, 5, prefill=[1], prefix_hints=[HINT]))
-        assert since(rig.prefill[1], before) == (0, 96, 34)
-
-
 def test_a_decode_node_that_prefills_itself_reads_prefixes_from_another_one(known: Known) -> None:
     with rig_of(known, prefill=(), decode=TWO, mode="colocated") as rig:
         rig.learn_what_computing_takes()
@@ -96,17 +88,14 @@ def test_a_decode_node_that_prefills_itself_reads_prefixes_from_another_one(know
         assert asked.cached_tokens == 80
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
-def test_states_and_windows_are_read_with_a_prefix(model, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next", "gemma3_text"])
+def test_a_prefill_node_reads_pages_states_and_windows_from_another_one(model, architecture):
     known = model(architecture)
     with cached_at_first(known, 130, chunked_prefill_tokens=32) as rig:
-        rest = [*prompt(130), *prompt(30, 7)]
-        answered(
-            rig,
-            known,
-            rig.ask(rest, 20, prefill=[1], prefix_hints=[PrefixHint("prefill-0:1", 128)]),
-        )
-        assert rig.prefill[1].count("prompt_token_ways/fetched") == 128
+        before, rest = ways(rig.prefill[1]), [*prompt(130), *prompt(30, 7)]
+        hints = [PrefixHint("prefill-0:1", 128)]
+        answered(rig, known, rig.ask(rest, 20, prefill=[1], prefix_hints=hints))
+        assert since(rig.prefill[1], before) == (0, 128, 32)
 
 
 def test_a_node_with_wrong_hints_computes_the_prompt(known: Known) -> None:

@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 from grpc import StatusCode
 
@@ -10,7 +9,8 @@ from common.pausing import PauseMode
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.batch.request import FinishReason
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
-from node.messages import Command, ContinueGeneration, PauseGeneration, SubmitPooling
+from node.messages import Command, ContinueGeneration, PauseGeneration
+from tests.pair.features.test_pooled_calls import call
 from tests.pair.rig import Node, PairRig, Size
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 40, 90)]
@@ -189,14 +189,13 @@ def test_a_second_pause_may_be_stricter_and_a_pause_may_be_cancelled(known):
 
 @pytest.mark.parametrize("mode, status", [("retract", 0), ("abort", StatusCode.CANCELLED.value[0])])
 def test_prompts_of_pooling_calls_are_paused_too(known, mode, status):
-    prompt = np.arange(130, dtype="<i4").tobytes()
-    call = SubmitPooling(1, "call", (prompt,), PoolingParams(PoolingMode.MEAN), 300.0)
+    calling = {"prompts": [range(130)], "pooling": PoolingParams(PoolingMode.MEAN)}
     with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
-        node.router.inbox.append(call)
+        call(node, 1, **calling)
         rig.until(lambda: len(node.router.pooled) == 1, "it is answered")
         rig.flush(node)
-        node.router.inbox.append(call)
+        call(node, 1, **calling)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
         paused(rig, mode, node)
         assert node.pages("request") == 0 and computes_nothing(rig)
