@@ -7,6 +7,7 @@ system comes from outside (verdict.py).
 
 import asyncio
 import importlib
+import inspect
 import os
 import sys
 import time
@@ -23,6 +24,18 @@ import msgspec
 from tests.attack.target import Target
 
 Move: TypeAlias = Callable[[Target, Random], Awaitable[None]]
+
+
+def moves_of(arm: ModuleType) -> dict[str, Move]:
+    """Return the moves of an arm: its public coroutine functions."""
+    return {
+        name.replace("_", " "): function
+        for name, function in vars(arm).items()
+        if inspect.iscoroutinefunction(function)
+        and function.__module__ == arm.__name__
+        and not name.startswith("_")
+    }
+
 
 # Requests that a client with a key may send, and which must not delay other clients (bound.py).
 COSTLY_ARMS = (
@@ -73,7 +86,7 @@ def main(name: str, file: str) -> None:
 async def _attack_and_leave(arm: ModuleType, target: Target, draw: Random) -> None:
     """End the process at once. An orderly exit of grpc.aio would wait for every call ever
     started."""
-    counts = await attack(arm.MOVES, target, draw, arm.NUM_WORKERS)
+    counts = await attack(moves_of(arm), target, draw, arm.NUM_WORKERS)
     print(msgspec.json.encode(dict(sorted(counts.items()))).decode(), flush=True)
     os._exit(0)
 

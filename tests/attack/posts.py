@@ -1,10 +1,10 @@
 """Complete HTTP requests of a client with a key. The responses are read and ignored."""
 
-import asyncio
 import json
 from typing import Any
 
-from tests.attack.target import Target, host_port
+from tests.attack.connections import connected
+from tests.attack.target import Target
 
 # Of one request. The router of a siege accepts 64 concurrent requests, so it rejects 128 choices
 # after it has read their fields. Any number in between would delay other clients with any fields.
@@ -15,17 +15,14 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/gener
 
 async def post(target: Target, path: str, body: bytes) -> None:
     """Send a body and read the whole answer."""
-    reader, writer = await asyncio.open_connection(*host_port(target.http))
     key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
-    try:
+    async with connected(target.http) as (reader, writer):
         writer.write(
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{key}"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
         )
         writer.write(body)
         await reader.read()
-    finally:
-        writer.transport.abort()
 
 
 async def complete(target: Target, **fields: Any) -> None:

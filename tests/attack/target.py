@@ -33,8 +33,3 @@ class Target(msgspec.Struct, frozen=True):
     def random(self, arm: str) -> Random:
         """Return the same generator for the same seed and arm, independent of other arms."""
         return Random(f"{self.seed}/{arm}")
-
-
-def host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)

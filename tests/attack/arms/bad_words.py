@@ -20,9 +20,6 @@ async def refused(target: Target, draw: Random) -> None:
     await _avoid(target, draw, num_words, draw.choice((1024, 4096)))
 
 
-MOVES = {"accepted": accepted, "refused": refused}
-
-
 async def _avoid(target: Target, draw: Random, num_words: int, num_characters: int) -> None:
     words = ["".join(draw.choices("ab ü\U0001f600", k=num_characters)) for _ in range(num_words)]
     await complete(target, bad_words=words, n=draw.choice(NUM_CHOICES), max_tokens=50)

@@ -36,13 +36,6 @@ async def accepted_but_dear(target: Target, draw: Random) -> None:
     await _follow_regex(target, prefix + draw.choice(_DEAR))
 
 
-MOVES = {
-    "ambiguous": ambiguous,
-    "small rules": small_rules,
-    "nested repetitions": nested_repetitions,
-    "accepted but dear": accepted_but_dear,
-}
-
 _NESTED = ("((a*)*b*)*", "((a|b)*(b|a)*)*", "(([a-z ]*)*[a-b]*)*", "((a?){30}b?){30}", "(a*a*)*b")
 _DEAR = (
     "(a|b|ab|ba)*",

@@ -86,9 +86,6 @@ async def heavy(target: Target, draw: Random) -> None:
             pass
 
 
-MOVES = {"unary": unary, "streamed": streamed, "crowd": crowd, "heavy messages": heavy}
-
-
 def _part(number: int, content: bytes) -> bytes:
     """Return a field of a message in its wire format."""
     size = len(content)

@@ -2,7 +2,6 @@
 types."""
 
 import json
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -46,50 +45,28 @@ async def broken_json(target: Target, draw: Random) -> None:
 
 async def heavy(target: Target, draw: Random) -> None:
     """Send bodies of a few megabytes that are as expensive to parse as possible."""
-    make = draw.choice(_HEAVY)
-    await post(target, draw.choice(_PATHS), make(draw.choice((50_000, 1_000_000, 11_000_000))))
+    size = draw.choice((50_000, 1_000_000, 11_000_000))
+    start, part, end_part, end = draw.choice(_HEAVY)
+    count = size // (len(part) + len(end_part))
+    body = start + part * count + end_part * count + end
+    await post(target, draw.choice(_PATHS), body.encode())
 
 
-MOVES = {"odd fields": odd_fields, "broken json": broken_json, "heavy bodies": heavy}
+async def many_biases(target: Target, draw: Random) -> None:
+    """Send a bias of as many tokens as fit."""
+    pairs = (f'"{number}":1' for number in range(draw.choice((50_000, 1_000_000)) // 12))
+    body = f'{{"prompt":"a","logit_bias":{{{",".join(pairs)}}}}}'
+    await post(target, draw.choice(_PATHS), body.encode())
 
 
-def _long_prompt(size: int) -> bytes:
-    return b'{"prompt":"' + b"word and " * (size // 9) + b'"}'
-
-
-def _one_long_word(size: int) -> bytes:
-    return b'{"prompt":"' + b"a" * size + b'"}'
-
-
-def _lists(size: int) -> bytes:
-    return b'{"prompt":[' + b"[]," * (size // 3) + b"[]]}"
-
-
-def _token_ids(size: int) -> bytes:
-    return b'{"prompt":[' + b"1," * (size // 2) + b"1]}"
-
-
-def _messages(size: int) -> bytes:
-    return b'{"messages":[' + b"{}," * (size // 3) + b"{}]}"
-
-
-def _deep(size: int) -> bytes:
-    return b'{"tools":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"
-
-
-def _tools(size: int) -> bytes:
-    return b'{"prompt":"a","tools":[' + b"{}," * (size // 3) + b"{}]}"
-
-
-def _bias(size: int) -> bytes:
-    pairs = ",".join(f'"{number}":1' for number in range(size // 12))
-    return b'{"prompt":"a","logit_bias":{' + pairs.encode() + b"}}"
-
-
-def _model(size: int) -> bytes:
-    return b'{"prompt":"a","model":"' + b"m" * size + b'"}'
-
-
-_HEAVY: tuple[Callable[[int], bytes], ...] = (
-    *(_long_prompt, _one_long_word, _lists, _token_ids, _messages, _deep, _tools, _bias, _model),
+# Start of a body, a part that is repeated, another one as often, and the end.
+_HEAVY = (
+    ('{"prompt":"', "word and ", "", '"}'),
+    ('{"prompt":"', "a", "", '"}'),
+    ('{"prompt":[', "[],", "", "[]]}"),
+    ('{"prompt":[', "1,", "", "1]}"),
+    ('{"messages":[', "{},", "", "{}]}"),
+    ('{"tools":', "[", "]", "}"),
+    ('{"prompt":"a","tools":[', "{},", "", "{}]}"),
+    ('{"prompt":"a","model":"', "m", "", '"}'),
 )

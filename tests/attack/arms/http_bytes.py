@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from random import Random
 
-from tests.attack.crowds import crowd_at
+from tests.attack.connections import connected, crowd_at
 from tests.attack.random_messages import mutated
-from tests.attack.target import Target, host_port
+from tests.attack.target import Target
 
 NUM_WORKERS = 6
 
@@ -42,14 +40,14 @@ _LINES = (
 
 
 async def nonsense(target: Target, draw: Random) -> None:
-    async with _connected(target) as (reader, writer):
+    async with connected(target.http) as (reader, writer):
         writer.write(draw.randbytes(draw.choice((1, 10, 1000, 100_000))))
         await _drained(writer)
         await reader.read(4096)
 
 
 async def odd_heads(target: Target, draw: Random) -> None:
-    async with _connected(target) as (reader, writer):
+    async with connected(target.http) as (reader, writer):
         for _ in range(draw.randint(1, 5)):
             lines = [f"{draw.choice(_METHODS)} {draw.choice(_PATHS)} HTTP/1.{draw.choice('0119')}"]
             lines += ["host: localhost"] if draw.random() < 0.9 else []
@@ -60,7 +58,7 @@ async def odd_heads(target: Target, draw: Random) -> None:
 
 
 async def mutants(target: Target, draw: Random) -> None:
-    async with _connected(target) as (reader, writer):
+    async with connected(target.http) as (reader, writer):
         writer.write(mutated(_request(target, {"prompt": "add 1 2 =", "max_tokens": 4}), draw))
         await _drained(writer)
         await reader.read(1 << 16)
@@ -68,7 +66,7 @@ async def mutants(target: Target, draw: Random) -> None:
 
 async def slow_sender(target: Target, draw: Random) -> None:
     """Send a request slowly. The router must eventually time out."""
-    async with _connected(target) as (reader, writer):
+    async with connected(target.http) as (reader, writer):
         for byte in _request(target, {"prompt": "x" * 400}):
             writer.write(bytes((byte,)))
             await asyncio.sleep(draw.choice((0.0, 0.05)))
@@ -77,7 +75,7 @@ async def slow_sender(target: Target, draw: Random) -> None:
 
 async def crumbs(target: Target, draw: Random) -> None:
     """Send a body in chunks of two bytes, whose framing is longer."""
-    async with _connected(target) as (reader, writer):
+    async with connected(target.http) as (reader, writer):
         writer.write(_head(target, "transfer-encoding: chunked"))
         extension = ";x=" + "y" * draw.choice((0, 30))
         for _ in range(draw.choice((10, 1000, 30_000))):
@@ -89,7 +87,7 @@ async def crumbs(target: Target, draw: Random) -> None:
 async def unread_pipeline(target: Target, draw: Random) -> None:
     """Send many requests at once, and read none of the responses."""
     one = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    async with _connected(target) as (_, writer):
+    async with connected(target.http) as (_, writer):
         writer.write(one * draw.choice((10, 1000, 5000)))
         await asyncio.sleep(draw.uniform(0.5, 3.0))
 
@@ -97,7 +95,7 @@ async def unread_pipeline(target: Target, draw: Random) -> None:
 async def unread_stream(target: Target, draw: Random) -> None:
     """Stream many choices to a client that reads nothing, and then disconnects or sends
     something."""
-    async with _connected(target) as (_, writer):
+    async with connected(target.http) as (_, writer):
         body = {
             "prompt": "copy a b c =",
             "max_tokens": 200,
@@ -113,29 +111,6 @@ async def unread_stream(target: Target, draw: Random) -> None:
 async def idle_crowd(target: Target, draw: Random) -> None:
     """Open connections that send nothing."""
     await crowd_at(target.http, 60, draw.uniform(0.5, 4.0))
-
-
-MOVES = {
-    "nonsense": nonsense,
-    "odd heads": odd_heads,
-    "mutants": mutants,
-    "slow sender": slow_sender,
-    "crumbs": crumbs,
-    "unread pipeline": unread_pipeline,
-    "unread stream": unread_stream,
-    "idle crowd": idle_crowd,
-}
-
-
-@asynccontextmanager
-async def _connected(
-    target: Target,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(*host_port(target.http))
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
 
 
 async def _drained(writer: asyncio.StreamWriter) -> None:

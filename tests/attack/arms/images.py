@@ -36,9 +36,6 @@ async def addresses(target: Target, draw: Random) -> None:
     await _send(target, draw.choices(urls, k=draw.choice((1, 8, 100))))
 
 
-MOVES = {"huge": huge, "many": many, "large": large, "addresses": addresses}
-
-
 def _huge(draw: Random) -> bytes:
     kind = draw.choice(list(_SIDES))
     return headed(kind, _SIDES[kind], _SIDES[kind])

@@ -45,13 +45,10 @@ _PAGE_SIZE = 16
 
 async def router(target: Target, draw: Random) -> None:
     """Submit and cancel random requests, and announce random peers."""
-    async with _as_router(target) as channel:
-        call = DecodeNodeStub(channel).Serve(timeout=6.0)  # type: ignore[no-untyped-call]
-        await call.write(_greeting())
+    async with _routing(target) as call:
         for _ in range(draw.randint(1, 40)):
             await call.write(random_message(decode_pb2.ToNode, draw))
             await asyncio.sleep(draw.choice((0.0, 0.0, 0.05)))
-        call.cancel()
 
 
 async def heavy_router(target: Target, draw: Random) -> None:
@@ -60,63 +57,38 @@ async def heavy_router(target: Target, draw: Random) -> None:
     long = decode_pb2.Submit(number=1, request={"token_ids": as_bytes([1] * 100_000)})
     submit = draw.choice((empty, long, _submit(draw, [], num_tokens=7000)))
     number = draw.choice((200, 100_000)) if submit is empty else 20
-    async with _as_router(target) as channel:
-        call = DecodeNodeStub(channel).Serve(timeout=6.0)  # type: ignore[no-untyped-call]
-        await call.write(_greeting())
+    async with _routing(target) as call:
         await call.write(decode_pb2.ToNode(submits=[submit] * number))
         await asyncio.sleep(draw.uniform(0.0, 3.0))
-        call.cancel()
 
 
 async def consumer(target: Target, draw: Random) -> None:
     """Open hand-offs, and continue them as no consumer would."""
-    hello = await _learned(target, draw)
-    async with _as_node(target, target.prefill, hello) as channel:
-        call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
-        await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
-        await call.read()
-        for message in _of_a_consumer(draw, hello.instance_id):
+    async with _consuming(target, draw) as (call, instance):
+        for message in _of_a_consumer(draw, instance):
             await call.write(message)
             await asyncio.sleep(draw.choice((0.0, 0.0, 0.02)))
         async with asyncio.timeout(draw.uniform(0.0, 3.0)):
             while await call.read() is not grpc.aio.EOF:
                 pass
-        call.cancel()
 
 
 async def heavy_consumer(target: Target, draw: Random) -> None:
     """Open prompts of a million tokens as fast as possible."""
-    hello = await _learned(target, draw)
-    async with _as_node(target, target.prefill, hello) as channel:
-        call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
-        await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
-        await call.read()
+    async with _consuming(target, draw) as (call, instance):
         for number in range(draw.choice((5, 40))):
-            await call.write(_open(draw, hello.instance_id, number, 1 << 20))
-        call.cancel()
+            await call.write(_open(draw, instance, number, 1 << 20))
 
 
 async def producer(target: Target, draw: Random) -> None:
     """A producer that a malicious router names to the decode node. It answers hand-offs with
     anything."""
-    async with _lying(target, draw) as (liar, address), _as_router(target) as channel:
-        call = DecodeNodeStub(channel).Serve(timeout=8.0)  # type: ignore[no-untyped-call]
-        await call.write(_greeting(address))
+    async with _lying(target, draw) as (liar, address), _routing(target, address) as call:
         async with asyncio.timeout(4.0):
             await liar.paired.wait()
         for _ in range(draw.randint(1, 20)):
             await call.write(decode_pb2.ToNode(submits=[_submit(draw, [address])]))
             await asyncio.sleep(draw.choice((0.0, 0.1)))
-        call.cancel()
-
-
-MOVES = {
-    "router": router,
-    "heavy router": heavy_router,
-    "consumer": consumer,
-    "heavy consumer": heavy_consumer,
-    "producer": producer,
-}
 
 
 class _LyingProducer(KvTransferServicer):
@@ -245,11 +217,6 @@ def _open(
     return kvtransfer_pb2.FromConsumer(open=opened)
 
 
-def _greeting(*addresses: str) -> decode_pb2.ToNode:
-    peers = decode_pb2.Peers(prefill_addresses=addresses)
-    return decode_pb2.ToNode(protocol_version=limits.VERSION, peers=peers)
-
-
 def _submit(draw: Random, addresses: list[str], num_tokens: int = 100) -> decode_pb2.Submit:
     return decode_pb2.Submit(
         number=draw.getrandbits(40),
@@ -308,10 +275,27 @@ async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> 
 
 
 @asynccontextmanager
-async def _as_router(target: Target) -> AsyncIterator[grpc.aio.Channel]:
+async def _routing(target: Target, *addresses: str) -> AsyncIterator[Any]:
+    """Open a router's stream to the decode node, and announce these prefill nodes."""
     identity = identity_of("router", "liar", target.secret_file)
+    peers = decode_pb2.Peers(prefill_addresses=addresses)
     async with rpc.make_channel(target.decode, None, identity) as channel:
-        yield channel
+        call = DecodeNodeStub(channel).Serve(timeout=8.0)  # type: ignore[no-untyped-call]
+        await call.write(decode_pb2.ToNode(protocol_version=limits.VERSION, peers=peers))
+        yield call
+        call.cancel()
+
+
+@asynccontextmanager
+async def _consuming(target: Target, draw: Random) -> AsyncIterator[tuple[Any, int]]:
+    """Pair with the prefill node. Yield the stream, and the own instance."""
+    hello = await _learned(target, draw)
+    async with _as_node(target, target.prefill, hello) as channel:
+        call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
+        await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
+        await call.read()
+        yield call, hello.instance_id
+        call.cancel()
 
 
 @asynccontextmanager

@@ -33,13 +33,6 @@ async def whole_text_in_each_event(target: Target, draw: Random) -> None:
     await post(target, GENERATE, json.dumps(body).encode())
 
 
-MOVES = {
-    "spaces": spaces,
-    "spaces in a call": spaces_in_a_call,
-    "whole text in each event": whole_text_in_each_event,
-}
-
-
 async def _chat(target: Target, draw: Random, **fields: Any) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],

@@ -36,14 +36,6 @@ async def equal_at_last(target: Target, draw: Random) -> None:
     await _enforce(target, draw, lambda n: _object(n), (139,), _object(0))
 
 
-MOVES = {
-    "constants": constants,
-    "objects": objects,
-    "nested": nested,
-    "equal at last": equal_at_last,
-}
-
-
 def _object(number: int, **properties: Schema) -> Schema:
     kind = {"kind": {"const": number}, **properties}
     return {"type": "object", "properties": kind, "required": list(kind)}

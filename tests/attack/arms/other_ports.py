@@ -3,8 +3,8 @@
 import asyncio
 from random import Random
 
-from tests.attack.crowds import crowd_at
-from tests.attack.target import Target, host_port
+from tests.attack.connections import connected, crowd_at
+from tests.attack.target import Target
 
 NUM_WORKERS = 3
 
@@ -13,19 +13,15 @@ _SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
 async def nonsense(target: Target, draw: Random) -> None:
-    reader, writer = await asyncio.open_connection(*host_port(_any(target, draw)))
-    try:
+    async with connected(_any(target, draw)) as (reader, writer):
         writer.write(draw.randbytes(draw.choice((1, 9, 500, 60_000))))
         await reader.read(4096)
-    finally:
-        writer.transport.abort()
 
 
 async def frames(target: Target, draw: Random) -> None:
     """Send random HTTP/2 frames after a valid preface."""
     address = draw.choice((target.router, target.prefill, target.decode))
-    reader, writer = await asyncio.open_connection(*host_port(address))
-    try:
+    async with connected(address) as (reader, writer):
         writer.write(_PREFACE + _SETTINGS)
         for _ in range(draw.randint(1, 200)):
             payload = draw.randbytes(draw.choice((0, 4, 5, 8, 300)))
@@ -34,8 +30,6 @@ async def frames(target: Target, draw: Random) -> None:
             )
             writer.write(head + draw.choice((0, 1, 3, 5)).to_bytes(4, "big") + payload)
         await reader.read(4096)
-    finally:
-        writer.transport.abort()
 
 
 async def crowd(target: Target, draw: Random) -> None:
@@ -43,17 +37,11 @@ async def crowd(target: Target, draw: Random) -> None:
 
 
 async def half_a_scrape(target: Target, draw: Random) -> None:
-    _, writer = await asyncio.open_connection(*host_port(draw.choice(target.metrics)))
-    try:
+    async with connected(draw.choice(target.metrics)) as (_, writer):
         writer.write(
             b"GET /metrics HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * draw.choice((0, 9, 9000))
         )
         await asyncio.sleep(draw.uniform(0.0, 3.0))
-    finally:
-        writer.transport.abort()
-
-
-MOVES = {"nonsense": nonsense, "frames": frames, "crowd": crowd, "half a scrape": half_a_scrape}
 
 
 def _any(target: Target, draw: Random) -> str:

@@ -81,9 +81,6 @@ async def variables(target: Target, draw: Random) -> None:
     await asyncio.sleep(0)
 
 
-MOVES = {"file": file, "broken file": broken_file, "flags": flags, "variables": variables}
-
-
 def _check(
     draw: Random, content: bytes | None, flags: list[str], variables: dict[str, str]
 ) -> None:

@@ -29,8 +29,6 @@ async def many(target: Target, draw: Random) -> None:
     await _stop(target, draw, *(f"[a-z ]{{{num_each}}}{chr(65 + n)}" for n in range(16)))
 
 
-MOVES = {"long sets": long_sets, "repetitions": repetitions, "many": many}
-
 _REPETITIONS = (
     *("(x?){120}x{120}", "([a-z ]*){9}Z", "[ -~]{0,250}Z", ".{0,255}", "((a|b){1,9}){1,9}Z"),
     *("(([a-z ]{2,15})+ ?){15}Z", "(?i)([a-z]| ){250}Z", "(a{1000}){1000}", "((((a+)+)+)+)+Z"),

@@ -28,8 +28,5 @@ async def too_many(target: Target, draw: Random) -> None:
     await _stop(target, draw, ["x" * _MAX_CHARACTERS * draw.choice((1, 9))] * 5 * _MAX_STOPS)
 
 
-MOVES = {"almost": almost, "of all lengths": of_all_lengths, "too many": too_many}
-
-
 async def _stop(target: Target, draw: Random, stops: list[str]) -> None:
     await complete(target, stop=stops, n=draw.choice(NUM_CHOICES), max_tokens=100)
