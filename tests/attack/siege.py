@@ -31,7 +31,7 @@ from tests.attack.verdict import (
     resident_bytes,
 )
 from tests.support.network.sockets import sockets_of
-from tests.support.processes.cluster import Cluster, children_of, free_ports
+from tests.support.processes.cluster import Cluster, free_ports
 
 _CALM_LOAD_S = 4.0
 _FIRST_PART = 0.25
@@ -200,9 +200,8 @@ async def _cluster(directory: Path, metrics: Sequence[int], keys: _Keys) -> Asyn
 def _target(
     cluster: Cluster, metrics: Sequence[int], api_key: str, seed: str, seconds: float
 ) -> Target:
-    assert cluster.secret_file is not None
-    (engine,) = children_of(cluster.prefill[0].child.pid)
-    (data,) = [f"{each.host}:{each.port}" for each in sockets_of(engine) if each.kind == "tcp"]
+    sockets = sockets_of(cluster.prefill[0].engine_pid)
+    (data,) = [f"{each.host}:{each.port}" for each in sockets if each.kind == "tcp"]
     return Target(
         http=f"127.0.0.1:{cluster.http_port}",
         router=cluster.address,
@@ -220,8 +219,8 @@ def _target(
 def _pids(cluster: Cluster) -> dict[str, int]:
     pids = {"router": cluster.router_pid}
     for node in cluster.nodes:
-        (engine,) = children_of(node.child.pid)
-        pids |= {node.program.name: node.child.pid, f"{node.program.name} engine": engine}
+        pids[node.program.name] = node.child.pid
+        pids[f"{node.program.name} engine"] = node.engine_pid
     return pids
 
 

@@ -1,6 +1,5 @@
 """The report of a storm, as one HTML page."""
 
-import statistics
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from bench.facts import machine
 from bench.report.page import ReportPage, ReportTable, write
 from bench.report.svg import Plot, Series
+from tests.attack.load import percentile
 from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample
 from tests.chaos.storm import Report
 
@@ -85,7 +85,7 @@ def _recoveries(report: Report) -> ReportTable:
     for each in report.rounds:
         by_name.setdefault(" + ".join(each.names), []).append(each.until_s - each.done_s)
     rows = [
-        (name, str(len(took)), f"{_percentile(took, 50):.1f}", f"{_percentile(took, 99):.1f}")
+        (name, str(len(took)), f"{percentile(took, 50):.1f}", f"{percentile(took, 99):.1f}")
         for name, took in sorted(by_name.items())
     ]
     return ReportTable("Recovery by fault", ("fault", "rounds", "p50 s", "p99 s"), rows)
@@ -108,9 +108,3 @@ def _broken(report: Report) -> ReportTable:
 def _counters(report: Report) -> ReportTable:
     rows = [(name, f"{value:g}") for name, value in report.counters.items()]
     return ReportTable("What the router counted", ("metric", "value"), rows)
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

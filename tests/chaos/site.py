@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 
 import grpc.aio
@@ -18,7 +17,7 @@ from tests.attack.verdict import resident_bytes
 from tests.chaos.faults import COLLECTIVE_S, Fault
 from tests.chaos.keeper import Keeper
 from tests.support.network.http_client import get
-from tests.support.processes.cluster import Cluster, Node, children_of
+from tests.support.processes.cluster import Cluster, Node, children_of, wait_until
 from tests.support.processes.fork_server import programs_below
 
 NUM_NODES = 2  # of each role
@@ -58,11 +57,11 @@ class Site:
             case "SIGKILL of the frontend":
                 nodes[0].child.send(signal.SIGKILL)
             case "SIGKILL of the engine":
-                os.kill(_engine(nodes[0]), signal.SIGKILL)
+                os.kill(nodes[0].engine_pid, signal.SIGKILL)
             case "SIGSTOP of the frontend":
                 await _stopped(nodes[0].child.pid, fault.seconds)
             case "SIGSTOP of the engine":
-                engine = _engine(nodes[0])
+                engine = nodes[0].engine_pid
                 if fault.seconds > COLLECTIVE_S and await _has_ranks(nodes[0]):
                     self._keeper.doom(nodes[0])  # another rank may wait for it in a collective
                 with contextlib.suppress(ProcessLookupError):  # it has ended with its node
@@ -115,7 +114,7 @@ class Site:
             )
             return whole and states == {"ready"} and renewed and paired(look) >= wanted
 
-        await cluster.wait_until(well, "everything is well again", _RECOVERY_S)
+        await wait_until(well, "everything is well again", _RECOVERY_S)
 
     def sample(self, began: float) -> Sample:
         """Args:
@@ -137,21 +136,15 @@ class Site:
         return {what: float(value) for what, _, value in lines}
 
     def _nodes(self, fault: Fault) -> list[Node]:
-        match fault.role:
-            case "prefill":
-                return [self._cluster.prefill[fault.number]]
-            case "decode":
-                return [self._cluster.decode[fault.number]]
-            case "all":
-                return self._cluster.nodes
-            case _:
-                return []
+        if fault.role == "all":
+            return self._cluster.nodes
+        nodes: list[Node] = getattr(self._cluster, fault.role, [])
+        return nodes[fault.number : fault.number + 1]
 
     async def _renew(self) -> None:
         """Return when all of the router's processes are new."""
-        file = self._cluster.secret_file
-        assert file is not None
-        (key,) = operator_keys(parse(file.read_text(), "the secret", "operator"))
+        secret = self._cluster.secret_file.read_text()
+        (key,) = operator_keys(parse(secret, "the secret", "operator"))
         fleet = Fleet((("authorization", f"Bearer {key}"),), None, None)
         since = time.monotonic()
         await fleet.drain_router(self._cluster.address, in_turn=True)
@@ -168,20 +161,10 @@ class Site:
 
     async def _operate(self, *command: str) -> None:
         """Run `baton COMMAND` as an operator."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli.main", *command),
-            *(f"--router={self._cluster.address}", f"--timeout={_RECOVERY_S}"),
-            f"--secret-file={self._cluster.secret_file}",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await process.communicate()
-        if process.returncode:
-            code = process.returncode
-            self.complaints.append(
-                f"baton {' '.join(command)} has ended with {code}: {output.decode()}"
-            )
+        ended = await self._cluster.baton(*command, f"--timeout={_RECOVERY_S}")
+        if code := ended.returncode:
+            words = ended.stdout + ended.stderr
+            self.complaints.append(f"baton {' '.join(command)} has ended with {code}: {words}")
 
     async def _look(self) -> GetClusterResponse:
         """Return the cluster's state from a router. Retries if one of its processes has just
@@ -199,11 +182,6 @@ def _entries(pid: int, kind: str) -> int:
     with contextlib.suppress(FileNotFoundError):
         return len(os.listdir(f"/proc/{pid}/{kind}"))
     return 0
-
-
-def _engine(node: Node) -> int:
-    (engine,) = children_of(node.child.pid)
-    return engine
 
 
 async def _has_ranks(node: Node) -> bool:

@@ -14,7 +14,6 @@ import pytest_asyncio
 import torch
 
 from tests.support.models.checkpoints import reference_model
-from tests.support.models.noise_model import write
 from tests.support.network.http_client import post
 from tests.support.processes.cluster import RIGS, Cluster
 
@@ -27,20 +26,13 @@ GREEDY: dict[str, Any] = {"model": NAME, "max_tokens": NUM_TOKENS, "temperature"
 WHOLE: dict[str, Any] = {**GREEDY, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / "model"
-    write(directory)
-    return directory
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)
 async def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_directory: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> AsyncIterator[Cluster]:
     flags = (f"--served-model-name={NAME}",)
     logs = tmp_path_factory.mktemp("logs")
-    async with Cluster(model_directory, logs, rig=request.param, router_flags=flags) as cluster:
+    async with Cluster(model, logs, rig=request.param, router_flags=flags) as cluster:
         yield cluster
 
 
@@ -109,10 +101,10 @@ async def test_a_chat_response_is_the_same_streamed_and_not(client: openai.Async
 
 
 async def test_loglikelihoods_as_lm_eval_requests_them_are_those_of_transformers(
-    cluster: Cluster, model_directory: Path
+    cluster: Cluster, model: Path
 ) -> None:
     """Like its `local-completions`: the last token belongs to the response and is ignored."""
-    reference = reference_model(model_directory)
+    reference = reference_model(model)
     asked = [(prompt[:-5], prompt[-5:]) for prompt in _prompts(6) if len(prompt) > 6]
     for max_tokens in (1, 0):
         body = {

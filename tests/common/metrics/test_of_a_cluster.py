@@ -21,7 +21,7 @@ from tests.support.network.scrapes import (
     total,
     value,
 )
-from tests.support.processes.cluster import Answer, Cluster, free_ports, slowed
+from tests.support.processes.cluster import Answer, Cluster, free_ports, slowed, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ class Observed:
                 for role in ("prefill", "decode")
             )
 
-        await self.cluster.wait_until(reported, "all engines report that they are idle")
+        await wait_until(reported, "all engines report that they are idle")
         return await self._scrape()
 
     async def _scrape(self) -> dict[str, Scrape]:
@@ -197,15 +197,11 @@ async def test_every_process_logs_the_request_of_a_line(observed):
     cluster = observed.cluster
     (prefill,), (decode,) = cluster.prefill, cluster.decode
 
-    async def num_open() -> int:
-        queues = (await decode.describe()).queues
-        return int(queues["prealloc"] + queues["transfer"])
-
-    async def opened() -> bool:
-        return await num_open() == 1
-
-    async def cancelled() -> bool:
-        return await num_open() == 0
+    async def until_open(number: int) -> None:
+        await decode.until(
+            lambda now: now.queues["prealloc"] + now.queues["transfer"] == number,
+            f"{number} hand-offs are open",
+        )
 
     def ask(name: str) -> "asyncio.Task[Answer]":
         answer = cluster.generate(PROMPT, request_id=name, max_tokens=4, ignore_eos=True)
@@ -213,18 +209,17 @@ async def test_every_process_logs_the_request_of_a_line(observed):
 
     cluster.freeze(prefill)
     left = ask("the first")
-    await cluster.wait_until(opened, "a hand-off is opened")
+    await until_open(1)
     left.cancel()
-    await cluster.wait_until(cancelled, "the hand-off is cancelled")
+    await until_open(0)
     cluster.thaw(prefill)  # not earlier, or the hand-off could complete
-
-    async def received() -> bool:
-        return bool(observed.about("the first")["prefill"])
-
-    await cluster.wait_until(received, "the prefill node tells whose hand-off is dropped")
+    await wait_until(
+        lambda: observed.about("the first")["prefill"],
+        "the prefill node tells whose hand-off is dropped",
+    )
     cluster.freeze(prefill)
     kept = ask("the second")
-    await cluster.wait_until(opened, "a hand-off is opened")
+    await until_open(1)
     await cluster.kill(prefill)
     await kept
     about = observed.about("the second")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.processes.cluster import Cluster
+from tests.support.processes.cluster import Cluster, wait_until
 
 zmq = pytest.importorskip("zmq", reason="needs pyzmq")
 
@@ -54,4 +54,4 @@ async def test_both_roles_publish_the_blocks_of_a_prompt(make: Callable[..., Clu
 
         for name in of_nodes:
             at = tmp_path / f"{name}-replay"
-            await cluster.wait_until(lambda at=at: has_prompt(at), f"{name} has published it")
+            await wait_until(lambda at=at: has_prompt(at), f"{name} has published it")

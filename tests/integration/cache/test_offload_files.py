@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.oracle import Oracle
 from tests.support.network.scrapes import scraped, total
-from tests.support.processes.cluster import Answer, Cluster, free_ports
+from tests.support.processes.cluster import Answer, Cluster, free_ports, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -43,10 +43,10 @@ class Site:
         return total(scraped(self._metrics_port), name, **labels)
 
     async def until_written(self) -> None:
-        async def written() -> bool:
-            return self.counted("baton_offload_pages", tier="file") == WHOLE // 16
-
-        await self.cluster.wait_until(written, "all whole pages are in files")
+        await wait_until(
+            lambda: self.counted("baton_offload_pages", tier="file") == WHOLE // 16,
+            "all whole pages are in files",
+        )
 
     async def start_again(self, *flags: str) -> None:
         (node,) = self.cluster.decode
@@ -60,7 +60,7 @@ class Site:
                 return False
             return True
 
-        await self.cluster.wait_until(answers, "the node answers again")
+        await wait_until(answers, "the node answers again")
 
 
 async def test_a_node_that_was_killed_or_ended_finds_its_files(
@@ -86,11 +86,10 @@ async def test_a_node_that_was_killed_or_ended_finds_its_files(
         answer = await site.ask(PROMPT)
         assert (answer.token_ids, answer.usage.cached_tokens) == (right, 0)
 
-        async def noticed() -> bool:
-            return site.counted("baton_offload_errors_total", fault="damaged") > 0
-
-        await cluster.wait_until(noticed, "what is damaged is counted")
-
+        await wait_until(
+            lambda: site.counted("baton_offload_errors_total", fault="damaged") > 0,
+            "what is damaged is counted",
+        )
         await site.until_written()
         await cluster.kill(cluster.decode[0])
         await site.start_again("--engine.cache.page-size=32")
@@ -114,12 +113,12 @@ async def test_a_full_disk_ends_no_process(
 ) -> None:
     site = Site(make, small_disk)
     draw = random.Random(6)
-    async with site.cluster as cluster:
+    async with site.cluster:
 
         async def full() -> bool:
             prompt = draw.choices(range(256), k=200)
             known.check(prompt, (await site.ask(prompt)).token_ids, ANSWER)
             return site.counted("baton_offload_errors_total", fault="full") > 0
 
-        await cluster.wait_until(full, "the disk is full")
+        await wait_until(full, "the disk is full")
         known.check(PROMPT, (await site.ask(PROMPT)).token_ids, ANSWER)

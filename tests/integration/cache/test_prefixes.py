@@ -19,9 +19,6 @@ async def test_the_next_turn_reads_its_prefix_from_the_decode_node(
     async with make(node_flags=ALWAYS) as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode
 
-        async def paired() -> bool:
-            return decode.address in {link.peer for link in (await prefill.describe()).links}
-
         async def turn(prompt: list[int]) -> list[int]:
             answer = await cluster.generate(prompt, max_tokens=40, ignore_eos=True)
             known.check(prompt, answer.token_ids, 40)
@@ -31,7 +28,10 @@ async def test_the_next_turn_reads_its_prefix_from_the_decode_node(
             await cluster.generate([source.randrange(256) for _ in range(5)], max_tokens=1)
         talk = await turn([source.randrange(256) for _ in range(40)])
         talk = await turn(talk)  # the prefill node pairs with the decode node for this
-        await cluster.wait_until(paired, "the prefill node can read from the decode node")
+        await prefill.until(
+            lambda now: decode.address in {link.peer for link in now.links},
+            "it can read from the decode node",
+        )
         before = (await prefill.describe()).counters
         await turn(talk)
         after = (await prefill.describe()).counters

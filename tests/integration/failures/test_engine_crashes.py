@@ -1,6 +1,5 @@
 """A request that crashes every engine: it ends two engines, and affects no other request."""
 
-import asyncio
 from pathlib import Path
 
 import grpc
@@ -8,7 +7,7 @@ import pytest
 
 from common.request import CRASHED_TWICE
 from tests.integration.oracle import oracle
-from tests.support.processes.cluster import POISONED, Cluster, Node
+from tests.support.processes.cluster import POISONED, Cluster, Node, Responses, wait_until
 from tests.support.processes.poisoned.sitecustomize import DEADLY, POISON
 
 # In one process: tests/pair/test_engine_crashes.py, tests/router/test_engine_crashes.py.
@@ -22,15 +21,15 @@ def _other_request(number: int) -> list[int]:
     return [1 + (number * 7 + place * place) % 240 for place in range(PROMPT)]
 
 
-async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
+async def _dead(nodes: list[Node], count: int) -> None:
     """Wait until exactly this number of engines have ended."""
 
-    async def ended() -> bool:
+    def ended() -> bool:
         for node in nodes:
             node.killed = node.child.code is not None
         return sum(node.killed for node in nodes) >= count
 
-    await cluster.wait_until(ended, f"{count} nodes end")
+    await wait_until(ended, f"{count} nodes end")
     dead = [node.child for node in nodes if node.killed]
     assert [child.code for child in dead] == [1] * count
     for child in dead:
@@ -55,30 +54,18 @@ async def test_a_poison_request_ends_two_engines_and_no_other_request(
         environment=POISONED,
         **{f"num_{role}": 3},
     ) as cluster:
-        known = oracle(model)
-        begun = asyncio.Semaphore(0)
-
-        async def answer(number: int) -> list[int]:
-            tokens: list[int] = []
-            stream = cluster.stream(_other_request(number), max_tokens=NUM_TOKENS, ignore_eos=True)
-            async for response in stream:
-                if not tokens:
-                    begun.release()
-                tokens += response.token_ids
-            return tokens
-
-        numbers = range(at, at + 9)
-        answers = [asyncio.create_task(answer(number)) for number in numbers]
-        for _ in answers:
-            await begun.acquire()
-        late = [asyncio.create_task(answer(number + 100)) for number in numbers]
+        prompts = [_other_request(number) for number in (*range(at, at + 9), *range(100, 109))]
+        how = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+        requests = [{"prompt": prompt, **how} for prompt in prompts]
+        answers = Responses(cluster, requests[:9])
+        await answers.until_all_have(1)
+        late = Responses(cluster, requests[9:])
         poison = [POISON, at, *_other_request(at)[2:]]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
         reported = (refused.value.code(), refused.value.details())
         assert reported == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
-        for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
-            known.check(_other_request(number), tokens, NUM_TOKENS)
-        for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):
-            known.check(_other_request(number + 100), tokens, NUM_TOKENS)
-        await _dead(cluster.prefill if role == "prefill" else cluster.decode, 2, cluster)
+        received = [*await answers.all(), *await late.all()]
+        for prompt, tokens in zip(prompts, received, strict=True):
+            oracle(model).check(prompt, tokens, NUM_TOKENS)
+        await _dead(cluster.prefill if role == "prefill" else cluster.decode, 2)

@@ -1,7 +1,6 @@
 """Failed nodes, disconnected clients and signals of terminals."""
 
 import asyncio
-import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import pytest
 
 from protos.router_pb2 import ExplainResponse
-from tests.integration.oracle import Oracle
+from tests.integration.oracle import Oracle, random_prompts
 from tests.support.network.http_client import post
-from tests.support.processes.cluster import Cluster, Node, held, slowed
+from tests.support.processes.cluster import Cluster, Node, Responses, held, slowed, wait_until
 from tests.support.runner.isolation import left_behind
 
 pytestmark = pytest.mark.slow
@@ -20,15 +19,6 @@ NUM_TOKENS = 40
 MID_ANSWER = 160  # tokens: when several responses have five, all are far from their ends
 _LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 TURNS = ("--policy=round_robin",)
-
-
-def _prompts(count: int, length: int = 50) -> list[list[int]]:
-    source = random.Random(count)
-    return [[source.randrange(256) for _ in range(length)] for _ in range(count)]
-
-
-async def _queued(node: Node, queue: str) -> int:
-    return (await node.describe()).queues[queue]
 
 
 async def test_requests_of_a_killed_prefill_node_complete_unchanged(
@@ -41,17 +31,15 @@ async def test_requests_of_a_killed_prefill_node_complete_unchanged(
         doomed, (decode,) = cluster.prefill[0], cluster.decode
         await cluster.until_all_have_had_requests()
         cluster.freeze(doomed)
-        prompts = _prompts(8)
+        prompts = random_prompts(*[50] * 8)
         answers = [
             asyncio.create_task(cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True))
             for p in prompts
         ]
-
-        async def all_others_are_answered() -> bool:
-            num_left = sum(not answer.done() for answer in answers)
-            return num_left == await _queued(decode, "transfer")
-
-        await cluster.wait_until(all_others_are_answered, "the other prefill node serves the rest")
+        await decode.until(
+            lambda now: sum(not answer.done() for answer in answers) == now.queues["transfer"],
+            "the other prefill node serves the rest",
+        )
         assert not (await decode.describe()).counters["handoffs_failed"]
         await cluster.kill(doomed)
         for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
@@ -66,25 +54,19 @@ async def test_without_another_prefill_node_the_decode_node_prefills(
     async with make() as cluster:
         (doomed,) = cluster.prefill
         cluster.freeze(doomed)
-        (prompt,) = _prompts(1)
+        (prompt,) = random_prompts(50)
         answer = asyncio.create_task(
             cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
         )
 
-        async def in_flight() -> bool:
-            return await _queued(cluster.decode[0], "transfer") == 1
-
-        await cluster.wait_until(in_flight, "the request waits for the prefill node")
+        (decode,) = cluster.decode
+        await decode.until(lambda now: now.queues["transfer"] == 1, "it waits for the prefill node")
         await cluster.kill(doomed)
         known.check(prompt, (await answer).token_ids, NUM_TOKENS)
-
-        async def pairs(count: int) -> bool:
-            return len((await cluster.decode[0].describe()).links) == count
-
-        await cluster.wait_until(lambda: pairs(0), "the dead node is off the decode node's books")
+        await decode.until(lambda now: not now.links, "it has noticed the end of the dead node")
         renewed = await cluster.start_again(doomed)
-        await cluster.wait_until(lambda: pairs(1), "its successor is paired with")
-        (other,) = _prompts(1, length=51)
+        await decode.until(lambda now: now.links, "it has paired with the successor")
+        (other,) = random_prompts(51)
         second = await cluster.generate(other, max_tokens=NUM_TOKENS, ignore_eos=True)
         known.check(other, second.token_ids, NUM_TOKENS)
         assert (await renewed.describe()).counters["handoffs_completed"] == 1
@@ -108,54 +90,39 @@ async def test_requests_of_a_killed_decode_node_continue_unchanged_on_another(
     async with make(num_decode=2, environment=slowed(0.02), **how) as cluster:
         doomed, other = cluster.decode
         await cluster.until_all_have_had_requests()
-        prompts = _prompts(4, length=60)
+        prompts = random_prompts(*[60] * 4)
         undisturbed = await asyncio.gather(
             *(cluster.generate(p, **SAMPLED, **_LENGTH) for p in prompts)
         )
-        begun = [0] * 8
-
-        async def answer(index: int) -> list[int]:
-            how = SAMPLED if index >= len(prompts) else {}
-            tokens: list[int] = []
-            stream = cluster.stream(
-                prompts[index % len(prompts)], request_id=f"answer {index}", **how, **_LENGTH
-            )
-            async for response in stream:
-                tokens += response.token_ids
-                begun[index] = len(tokens)
-            assert response.finish_reason == "length"
-            assert response.usage.completion_tokens == len(tokens)
-            return tokens
-
-        answers = [asyncio.create_task(answer(index)) for index in range(len(begun))]
-
-        async def all_begun() -> bool:
-            return min(begun) >= 5
-
-        await cluster.wait_until(all_begun, "every answer has begun")
+        requests = [
+            {"prompt": prompt, "request_id": f"answer {how} {number}", **sampling, **_LENGTH}
+            for how, sampling in {"greedy": {}, "sampled": SAMPLED}.items()
+            for number, prompt in enumerate(prompts)
+        ]
+        answers = Responses(cluster, requests)
+        await answers.until_all_have(5)
         cluster.freeze(doomed)
-        assert max(begun) < MID_ANSWER
+        assert max(map(len, answers.tokens)) < MID_ANSWER
         late = [
             asyncio.create_task(cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True))
             for p in prompts
         ]
 
-        async def half_of_the_late_ones_are_answered() -> bool:
-            return sum(task.done() for task in late) == 2  # so are the router's turns
-
-        what = "the other node answers those that it got, so the rest is on the frozen one"
-        await cluster.wait_until(half_of_the_late_ones_are_answered, what)
+        await wait_until(  # half of them: so are the router's turns
+            lambda: sum(task.done() for task in late) == 2,
+            "the other node answers those that it got, so the rest is on the frozen one",
+        )
         await cluster.kill(doomed)
-        received = await asyncio.gather(*answers)
+        received = await answers.all()
         for prompt, tokens in zip(prompts, received, strict=False):
             known.check(prompt, tokens, MID_ANSWER)
         for reference, tokens in zip(undisturbed, received[len(prompts) :], strict=True):
-            assert tuple(tokens) == reference.token_ids
+            assert tokens == reference.token_ids
         for prompt, task in zip(prompts, late, strict=True):
             known.check(prompt, (await task).token_ids, NUM_TOKENS)
         assert await cluster.metric("baton_requests_replayed_total") == 6
         assert not held(await other.describe())
-        explained = [await cluster.explain(f"answer {index}") for index in range(len(begun))]
+        explained = [await cluster.explain(request["request_id"]) for request in requests]
         assert [_replay_reported(one, doomed, other) for one in explained].count(True) == 4
 
 
@@ -166,7 +133,7 @@ async def test_a_response_is_unchanged_if_its_node_is_killed_with_unsent_tokens(
     async with make(num_decode=2, environment=slowed(0.02), router_flags=TURNS) as cluster:
         await cluster.until_all_have_had_requests()
         doomed, _ = cluster.decode
-        prompts, steps = _prompts(4, length=60), (await doomed.describe()).steps
+        prompts, steps = random_prompts(*[60] * 4), (await doomed.describe()).steps
         asked = {"max_tokens": MID_ANSWER, "temperature": 0.0, "ignore_eos": True}
         answers = [
             asyncio.create_task(
@@ -179,10 +146,9 @@ async def test_a_response_is_unchanged_if_its_node_is_killed_with_unsent_tokens(
             for prompt in prompts
         ]
 
-        async def has_computed() -> bool:
-            return (await doomed.describe()).steps >= steps + MID_ANSWER // 2
-
-        await cluster.wait_until(has_computed, "the node has tokens that it has not sent")
+        await doomed.until(
+            lambda now: now.steps >= steps + MID_ANSWER // 2, "it has tokens that it has not sent"
+        )
         await cluster.kill(doomed)
         for prompt, answer in zip(prompts, answers, strict=True):
             (choice,) = (await answer).json["choices"]
@@ -219,11 +185,7 @@ async def test_a_signal_to_the_process_groups_ends_all_processes_with_0(
         answer = await cluster.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
         assert len(answer.token_ids) == 4
         await cluster.stop_with(number)
-
-    async def nothing_is_left() -> bool:
-        return left_behind() <= before
-
-    await cluster.wait_until(nothing_is_left, "the memory that they shared is gone")
+    await wait_until(lambda: left_behind() <= before, "the memory that they shared is gone")
 
 
 @pytest.mark.long  # in one process: tests/node/test_pair_streams.py
@@ -234,11 +196,10 @@ async def test_incompatible_nodes_refuse_to_pair_and_continue(make: Callable[...
         paired=False,
     ) as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode
-
-        async def refusal_is_logged() -> bool:
-            return "page_size" in decode.child.last_lines(200)
-
-        await cluster.wait_until(refusal_is_logged, "the decode node names the differing field")
+        await wait_until(
+            lambda: "page_size" in decode.child.last_lines(200),
+            "the decode node names the differing field",
+        )
         for node in (prefill, decode):
             description = await node.describe()
             assert description.state == "ready"

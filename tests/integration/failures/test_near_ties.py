@@ -1,7 +1,6 @@
 """Kills of decode nodes during responses whose two likeliest tokens differ in the last bit of
 their logits. With `engine.batch_invariant`, no response changes."""
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.processes.cluster import Cluster, slowed
+from tests.support.processes.cluster import Cluster, Responses, slowed
 
 NUM_TOKENS = 40
 TOGETHER = 4
@@ -50,29 +49,18 @@ async def system(directory: Path, family: str) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def respond(cluster: Cluster, prompt: list[int], token: int, reached: asyncio.Event):
-    """Return the tokens of a response. Sets the event once there are `token` of them."""
-    tokens: list[int] = []
-    async for piece in cluster.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
-        tokens += piece.token_ids
-        if len(tokens) >= token:
-            reached.set()
-    return tokens
-
-
 async def num_parted(cluster: Cluster, kills: int) -> int:
     """Kill decode nodes at random tokens. Return how many responses differ from those without a
     kill."""
-    draw, parted = random.Random(kills), 0
+    draw, parted, how = random.Random(kills), 0, {"max_tokens": NUM_TOKENS, "ignore_eos": True}
     for _ in range(kills):
         prompts = [draw.choices(range(1, 250), k=draw.randrange(5, 90)) for _ in range(TOGETHER)]
-        known = [await respond(cluster, each, NUM_TOKENS, asyncio.Event()) for each in prompts]
-        reached, token = asyncio.Event(), draw.randrange(1, NUM_TOKENS - 5)
-        running = [asyncio.create_task(respond(cluster, each, token, reached)) for each in prompts]
-        await reached.wait()
+        known = [(await cluster.generate(each, **how)).token_ids for each in prompts]
+        running = Responses(cluster, [{"prompt": each, **how} for each in prompts])
+        await running.until_one_has(draw.randrange(1, NUM_TOKENS - 5))
         killed = draw.choice(cluster.decode)
         await cluster.kill(killed)
-        responses = await asyncio.gather(*running)
+        responses = await running.all()
         parted += sum(own != other for own, other in zip(known, responses, strict=True))
         await cluster.start_again(killed)
         await cluster.until_whole()

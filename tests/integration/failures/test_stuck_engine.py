@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.integration.oracle import Oracle
-from tests.support.processes.cluster import Cluster, Node, slowed
+from tests.integration.oracle import Oracle, random_prompts
+from tests.support.processes.cluster import Cluster, Node, Responses, slowed, wait_until
 
 # Stopped processes: tests/faults. In one process: tests/router/cluster/test_silent_nodes.py,
 # tests/node/frontend/test_frontend.py, tests/pair/test_lost_pairs.py.
@@ -19,22 +18,10 @@ pytestmark = [pytest.mark.long, pytest.mark.slow]
 log = logging.getLogger(__name__)
 
 
-def _prompts(count: int, length: int) -> list[list[int]]:
-    source = random.Random(count)
-    return [[source.randrange(256) for _ in range(length)] for _ in range(count)]
-
-
 async def _serves(node: Node) -> bool:
     stub = health_pb2_grpc.HealthStub(node.channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=120.0)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _all_begun(cluster: Cluster, begun: list[int]) -> None:
-    async def all_have_begun() -> bool:
-        return min(begun) >= 5
-
-    await cluster.wait_until(all_have_begun, "every answer has begun")
 
 
 async def test_a_decode_node_with_a_stuck_forward_gets_no_requests_until_it_continues(
@@ -55,38 +42,27 @@ async def test_a_decode_node_with_a_stuck_forward_gets_no_requests_until_it_cont
     ) as cluster:
         stopped, other = cluster.decode
         await cluster.until_all_have_had_requests()
-        prompts = _prompts(4, 60)
-        begun = [0] * len(prompts)
-
-        async def answer(index: int) -> tuple[int, ...]:
-            tokens: list[int] = []
-            how = {"max_tokens": num_tokens, "ignore_eos": True}
-            async for response in cluster.stream(prompts[index], **how):
-                tokens += response.token_ids
-                begun[index] = len(tokens)
-            return tuple(tokens)
-
-        old = [asyncio.create_task(answer(index)) for index in range(len(prompts))]
-        await _all_begun(cluster, begun)
+        prompts = random_prompts(*[60] * 4)
+        how = {"max_tokens": num_tokens, "ignore_eos": True}
+        old = Responses(cluster, [{"prompt": prompt, **how} for prompt in prompts])
+        await old.until_all_have(5)
         goes_on = cluster.stick(stopped, tmp_path)
         frozen_at = time.monotonic()
-        assert max(begun) < num_tokens
+        assert max(map(len, old.tokens)) < num_tokens
 
         async def known_as(state: str) -> bool:
             nodes = (await cluster.describe()).nodes
             return state in [each.state for each in nodes if each.address == stopped.address]
 
-        await cluster.wait_until(lambda: known_as("unhealthy"), "the router knows")
+        await wait_until(lambda: known_as("unhealthy"), "the router knows")
         log.info("unhealthy after %.1f s", time.monotonic() - frozen_at)
-
-        async def replays() -> bool:
-            return bool(await cluster.metric("baton_requests_replayed_total"))
-
-        await cluster.wait_until(replays, "what was there is replayed")
+        await wait_until(
+            lambda: cluster.metric("baton_requests_replayed_total"), "what was there is replayed"
+        )
         log.info("replayed after %.1f s", time.monotonic() - frozen_at)
         assert (await stopped.describe()).state == "unhealthy"
         assert not await _serves(stopped)
-        await cluster.wait_until(lambda: _serves(other), "the other one serves")
+        await wait_until(lambda: _serves(other), "the other one serves")
 
         # New requests are not placed there. Each has one node, and completes.
         new = await asyncio.gather(
@@ -95,14 +71,14 @@ async def test_a_decode_node_with_a_stuck_forward_gets_no_requests_until_it_cont
         for prompt, reply in zip(prompts, new, strict=True):
             known.check(prompt[::-1], reply.token_ids, 8)
         # Its requests continue on the other node.
-        for prompt, task in zip(prompts, old, strict=True):
-            async with asyncio.timeout(120.0):
-                known.check(prompt, await task, num_tokens)
+        async with asyncio.timeout(120.0):
+            for prompt, tokens in zip(prompts, await old.all(), strict=True):
+                known.check(prompt, tokens, num_tokens)
         assert await cluster.metric("baton_requests_replayed_total") == 2
         assert (await stopped.describe()).state == "unhealthy"
 
         goes_on()
-        await cluster.wait_until(lambda: known_as("ready"), "it is back")
+        await wait_until(lambda: known_as("ready"), "it is back")
         before = (await stopped.describe()).counters["handoffs_completed"]
 
         async def used() -> bool:
@@ -110,5 +86,5 @@ async def test_a_decode_node_with_a_stuck_forward_gets_no_requests_until_it_cont
                 await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
             return (await stopped.describe()).counters["handoffs_completed"] > before
 
-        await cluster.wait_until(used, "requests go there again")
-        await cluster.wait_until(lambda: _serves(stopped), "its health says so")
+        await wait_until(used, "requests go there again")
+        await wait_until(lambda: _serves(stopped), "its health says so")

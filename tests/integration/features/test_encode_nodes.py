@@ -2,9 +2,7 @@
 
 import asyncio
 import itertools
-import json
 import shutil
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +15,8 @@ pytest.importorskip("PIL")
 
 
 from tests.support.models.vision import make_vision_checkpoint, noise_url
-from tests.support.processes.cluster import CPU, Cluster
+from tests.support.network.http_client import post
+from tests.support.processes.cluster import CPU, Cluster, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -56,15 +55,11 @@ async def reads(cluster: Cluster, outcome: str) -> int:
     return counters[f"embedding_reads/{outcome}"]
 
 
-async def until_reading(cluster: Cluster) -> None:
-    async def reading() -> bool:
-        return (await cluster.prefill[0].describe()).queues["embeddings"] == 1
-
-    await cluster.wait_until(reading, "a request waits for the encode node")
-
-
-async def nothing_is_read(cluster: Cluster) -> bool:
-    return not (await cluster.prefill[0].describe()).queues["embeddings"]
+async def until_reading(cluster: Cluster, number: int = 1) -> None:
+    await cluster.prefill[0].until(
+        lambda now: now.queues["embeddings"] == number,
+        f"{number} requests wait for the encode node",
+    )
 
 
 async def test_responses_equal_those_without_an_encode_node(tmp_path: Path) -> None:
@@ -89,7 +84,7 @@ async def test_responses_equal_those_without_an_encode_node(tmp_path: Path) -> N
         waiting = asyncio.create_task(asking.about(2))
         await until_reading(cluster)
         waiting.cancel()
-        await cluster.wait_until(lambda: nothing_is_read(cluster), "the request is forgotten")
+        await until_reading(cluster, 0)
         thaw()
         await cluster.until_nothing_is_held()
         assert (await encoder.describe()).counters["embedding_exports/failed"] == 1
@@ -137,7 +132,8 @@ async def test_embeddings_of_old_weights_are_not_used_after_an_update(tmp_path: 
     async with beside as cluster, asked(cluster, old) as asking:
         assert await asking.about(1) != expected[0]
         assert await reads(cluster, "completed") == 1
-        await update_weights(cluster, "new")
+        updated = await post(cluster.http_port, "/update_weights_from_disk", {"model_path": "new"})
+        assert updated.status == 200, updated.body
         assert await asking.about(1) == expected[0]
         assert await reads(cluster, "completed") == 1
         (encoder,) = cluster.encode
@@ -151,17 +147,10 @@ async def test_embeddings_of_old_weights_are_not_used_after_an_update(tmp_path: 
             await asking.about(next(seeds))
             return await reads(cluster, "completed") > 1
 
-        await cluster.wait_until(reads_again, "the restarted encode node is used")
+        await wait_until(reads_again, "the restarted encode node is used")
         before = await reads(cluster, "completed")
         assert await asking.about(2) == expected[1]
         assert await reads(cluster, "completed") == before + 1
-
-
-async def update_weights(cluster: Cluster, name: str) -> None:
-    url = f"http://127.0.0.1:{cluster.http_port}/update_weights_from_disk"
-    content = json.dumps({"model_path": name}).encode()
-    asked = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-    await asyncio.to_thread(urllib.request.urlopen, asked, timeout=60.0)
 
 
 async def test_nodes_with_ranks_read_embeddings(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """LoRA adapters through real processes, loaded at start and at run time, requested as models."""
 
 import asyncio
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.identity.secret import operator_keys, parse
-from tests.integration.oracle import Oracle
+from tests.integration.oracle import Oracle, random_prompts
 from tests.support.models.adapters import make_adapter, merge
 from tests.support.models.checkpoints import greedy_tokens, reference_model
 from tests.support.network.http_client import get, post
@@ -17,11 +16,6 @@ from tests.support.processes.cluster import Cluster
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 10
-
-
-def _prompts() -> list[list[int]]:
-    source = random.Random(7)
-    return [[source.randrange(3, 256) for _ in range(length)] for length in (5, 40, 130)]
 
 
 async def test_adapters_are_separate_models(
@@ -35,7 +29,7 @@ async def test_adapters_are_separate_models(
     merged = {
         name: merge(reference_model(model), directory) for name, directory in directories.items()
     }
-    prompts = _prompts()
+    prompts = random_prompts(5, 40, 130)
     expected = {
         name: greedy_tokens(model, prompts, NUM_TOKENS) for name, model in merged.items()
     } | {"": [list(known.tokens(prompt, NUM_TOKENS)) for prompt in prompts]}

@@ -15,8 +15,9 @@ import torch
 from protos import router_pb2
 from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import oracle
+from tests.pair.features.test_returned_rows import experts_of
 from tests.support.models.checkpoints import make_checkpoint, reference_model
-from tests.support.processes.cluster import RIGS, Cluster, Rig, held, slowed
+from tests.support.processes.cluster import RIGS, Cluster, Rig, held, slowed, wait_until
 
 NUM_TOKENS = 200  # far from the end when the node is killed
 PROMPT = [n % 251 for n in range(60)]
@@ -24,26 +25,35 @@ NUM_EXPERTS = 3  # per token
 
 
 class Response(ABC):
-    """The response to a request, as it arrives."""
+    """The response to a request, as it arrives.
 
-    flag: str  # of nodes
+    Attributes:
+        name: field of the request, and of messages with rows.
+        rows: rows of the prompt and of the tokens.
+    """
+
+    name: str
 
     def __init__(self, model: Path) -> None:
         self.model = model
         self.token_ids: list[int] = []
+        self.rows = b""
+
+    @property
+    def flag(self) -> str:
+        """Return the flag of nodes."""
+        return f"--engine.{self.name.replace('_', '-')}.enabled"
 
     async def collect(self, cluster: Cluster, max_tokens: int) -> None:
         async for response in self.ask(cluster, max_tokens):
             self.token_ids += response.token_ids
-            self.add(response)
+            for field in (f"prompt_{self.name}", self.name):
+                self.rows += getattr(response, field, b"")
         assert len(self.token_ids) == max_tokens
 
-    @abstractmethod
-    def ask(self, cluster: Cluster, max_tokens: int) -> Any: ...
-
-    @abstractmethod
-    def add(self, response: Any) -> None:
-        """Add the rows of a message."""
+    def ask(self, cluster: Cluster, max_tokens: int) -> Any:
+        how = {self.name: True, "max_tokens": max_tokens, "ignore_eos": True}
+        return cluster.stream(PROMPT, **how)
 
     @abstractmethod
     def check(self) -> None:
@@ -55,57 +65,31 @@ class Response(ABC):
 
 
 class HiddenStates(Response):
-    flag = "--engine.hidden-states.enabled"
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self.states = array("f")
-
-    def ask(self, cluster: Cluster, max_tokens: int) -> Any:
-        return cluster.stream(PROMPT, hidden_states=True, max_tokens=max_tokens, ignore_eos=True)
-
-    def add(self, response: Any) -> None:
-        self.states.frombytes(response.prompt_hidden_states)
-        self.states.frombytes(response.hidden_states)
+    name = "hidden_states"
 
     def check(self) -> None:
         tokens = self.tokens
         with torch.inference_mode():
             reference: Any = reference_model(self.model).model
             hidden = reference(torch.tensor([tokens])).last_hidden_state
-        found = torch.tensor(self.states).view(-1, hidden.shape[-1])
+        found = torch.tensor(array("f", self.rows)).view(-1, hidden.shape[-1])
         assert found.shape[0] == len(tokens) - 1
         assert torch.allclose(found, hidden[0, :-1].float(), atol=1e-3)
 
 
 class RoutedExperts(Response):
-    flag = "--engine.routed-experts.enabled"
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(model)
-        self.ids = array("h")
-
-    def ask(self, cluster: Cluster, max_tokens: int) -> Any:
-        return cluster.stream(PROMPT, routed_experts=True, max_tokens=max_tokens, ignore_eos=True)
-
-    def add(self, response: Any) -> None:
-        self.ids.frombytes(response.prompt_routed_experts)
-        self.ids.frombytes(response.routed_experts)
+    name = "routed_experts"
 
     def check(self) -> None:
-        with torch.inference_mode():
-            logits = reference_model(self.model)(
-                torch.tensor([self.tokens]), output_router_logits=True
-            ).router_logits
-        expected = torch.stack([layer.topk(NUM_EXPERTS, -1).indices for layer in logits], dim=1)
-        found = np.array(self.ids).reshape(-1, *expected.shape[1:])
-        assert np.array_equal(np.sort(found, -1), expected[:-1].sort(-1).values.numpy())
+        expected = experts_of(reference_model(self.model), self.tokens, NUM_EXPERTS)
+        found = np.frombuffer(self.rows, np.int16).reshape(-1, *expected.shape[1:])
+        assert np.array_equal(np.sort(found, -1), expected[:-1])
 
 
 class InputEmbeddings(Response):
     """The rows of the model's own table, after which the response is the same as after the ids."""
 
-    flag = "--engine.input-embeddings.enabled"
+    name = "input_embeddings"
 
     def ask(self, cluster: Cluster, max_tokens: int) -> Any:
         reference: Any = reference_model(self.model)
@@ -114,9 +98,6 @@ class InputEmbeddings(Response):
         given = router_pb2.InputEmbeddings(values=values, num_tokens=len(PROMPT))
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return cluster.ask(router_pb2.GenerateRequest(input_embeddings=given, sampling=sampling))
-
-    def add(self, response: Any) -> None:
-        pass  # only tokens are returned
 
     def check(self) -> None:
         oracle(self.model).check(PROMPT, self.token_ids, len(self.token_ids))
@@ -165,11 +146,7 @@ async def test_each_row_is_sent_once_although_the_decode_node_is_killed(
         one.model, tmp_path, rig=rig, num_decode=2, node_flags=[one.flag], environment=slowed(0.02)
     ) as cluster:
         collecting = asyncio.create_task(one.collect(cluster, NUM_TOKENS))
-
-        async def has_begun() -> bool:
-            return len(one.token_ids) > 5
-
-        await cluster.wait_until(has_begun, "the response has begun")
+        await wait_until(lambda: len(one.token_ids) > 5, "the response has begun")
         busy = [bool(held(await node.describe())) for node in cluster.decode]
         await cluster.kill(cluster.decode[busy.index(True)])
         await collecting
@@ -185,7 +162,7 @@ async def test_ranks_and_groups_return_all_experts(experts: Path, tmp_path: Path
         experts,
         tmp_path,
         num_decode=2,
-        node_flags=[RoutedExperts.flag],
+        node_flags=[RoutedExperts(experts).flag],
         prefill_flags=["--engine.parallel.tp=2", "--engine.threads=1"],
         decode_flags=["--engine.threads=1"],
         flags_of={f"decode-{n}": [*group, f"--engine.parallel.dp-rank={n}"] for n in range(2)},

@@ -1,7 +1,6 @@
 """`baton requests show` with a router and nodes that are real processes."""
 
 import json
-import subprocess
 from collections.abc import Callable
 
 import grpc
@@ -9,7 +8,6 @@ import grpc.aio
 import pytest
 
 from tests.support.network.http_client import get
-from tests.support.processes import fork_server
 from tests.support.processes.cluster import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -18,24 +16,18 @@ LABEL = "the client's own name"
 PROMPT = list(range(100))
 
 
-def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return fork_server.run(
-        "cli.operating", "requests show", *arguments, f"--router={cluster.address}"
-    )
-
-
 async def test_a_request_is_explained_by_all_its_processes(make: Callable[..., Cluster]):
     """By its client's name and by its id, as text and as JSON, over gRPC and HTTP."""
     async with make() as cluster:
         await cluster.generate(PROMPT, max_tokens=4, request_id=LABEL, ignore_eos=True)
         await cluster.until_nothing_is_held()  # reports are published at the end
         (prefill,), (decode,) = cluster.prefill, cluster.decode
-        said = _explain(cluster, LABEL)
+        said = await cluster.baton("requests show", LABEL)
         assert (said.returncode, said.stderr) == (0, "")
         assert f"called {LABEL}" in said.stdout and "length after" in said.stdout
         for place in ("router", f"decode {decode.address}", f"prefill {prefill.address}"):
             assert f"  {place} " in said.stdout
-        reported = json.loads(_explain(cluster, LABEL, "--json").stdout)
+        reported = json.loads((await cluster.baton("requests show", LABEL, "--json")).stdout)
         moments = [event.get("at_s", 0.0) for event in reported["events"]]
         assert moments == sorted(moments)
         here = [event["event"]["what"] for event in reported["events"] if not event["node"]]
@@ -54,6 +46,6 @@ async def test_a_request_is_explained_by_all_its_processes(make: Callable[..., C
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.explain("nobody")
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, words)
-        said = _explain(cluster, "nobody")
+        said = await cluster.baton("requests show", "nobody")
         assert (said.returncode, said.stdout) == (1, "")
         assert said.stderr == f"baton requests show: {cluster.address}: NOT_FOUND: {words}\n"

@@ -3,18 +3,17 @@
 import asyncio
 import gzip
 import json
-import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from tests.integration.oracle import Oracle, oracle
+from tests.integration.oracle import Oracle, oracle, random_prompts
 from tests.support.models.noise_model import write
-from tests.support.processes import fork_server
-from tests.support.processes.cluster import Cluster, slowed
+from tests.support.processes.cluster import Cluster, slowed, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -22,9 +21,7 @@ NUM_TOKENS = 24
 STARTED, NEXT = 7, 8  # seeds
 
 
-def _prompts() -> list[list[int]]:
-    source = random.Random(7)
-    return [[source.randrange(3, 256) for _ in range(length)] for length in (5, 40, 130, 300)]
+PROMPTS = random_prompts(5, 40, 130, 300)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +33,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
-    said = fork_server.run(
-        *("cli.main", "nodes", command, *arguments),
-        *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
-        timeout_s=300,
-    )
+async def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
+    said = await cluster.baton(f"nodes {command}", *arguments)
     assert said.returncode == 0, said.stderr
     return said.stdout
 
@@ -49,14 +42,12 @@ def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
 async def test_responses_are_those_of_the_weights_whatever_was_cached_or_running(
     make: Callable[..., Cluster], shelf: Path, tmp_path: Path
 ) -> None:
-    prompts, known = _prompts(), {seed: oracle(shelf / str(seed)) for seed in (STARTED, NEXT)}
+    prompts, known = PROMPTS, {seed: oracle(shelf / str(seed)) for seed in (STARTED, NEXT)}
     traces = tmp_path / "traces"
     traces.mkdir()
     flags = (f"--engine.weights-dir={shelf}", f"--engine.profile-dir={traces}")
     async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
-
-        async def baton(command: str, *arguments: str) -> str:
-            return await asyncio.to_thread(_baton, cluster, command, *arguments)
+        baton = partial(_baton, cluster)
 
         async def ask(prompt: list[int], of: Oracle) -> int:
             """Send a prompt and return its number of cached tokens."""
@@ -100,7 +91,7 @@ async def test_a_response_reports_the_first_token_from_new_weights(
     make: Callable[..., Cluster], shelf: Path
 ) -> None:
     """Its tokens before are from the old weights, and the new weights continue them."""
-    prompt, before, num = _prompts()[1], oracle(shelf / str(STARTED)), 4 * NUM_TOKENS
+    prompt, before, num = PROMPTS[1], oracle(shelf / str(STARTED)), 4 * NUM_TOKENS
     flags = (f"--engine.weights-dir={shelf}",)
     async with make(node_flags=flags, environment=slowed(0.05)) as cluster:
         fingerprint = (await cluster.decode[0].describe()).fingerprint
@@ -111,7 +102,7 @@ async def test_a_response_reports_the_first_token_from_new_weights(
         )
         answer = cluster.ask(request)
         messages = [await anext(answer)]
-        await asyncio.to_thread(_baton, cluster, "update-weights", str(NEXT))
+        await _baton(cluster, "update-weights", str(NEXT))
         messages += [message async for message in answer]
         tokens = tuple(token for each in messages for token in each.token_ids)
         old, new = messages[-1].versions
@@ -133,9 +124,9 @@ async def test_a_restarted_node_fetches_the_weights_of_the_others(
     """It has none of the others' files: its own directory has other weights. The next node
     fetches them from it."""
     flags = (f"--engine.weights-dir={shelf}",)
-    prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
+    prompt, known = PROMPTS[-1], oracle(shelf / str(NEXT))
     async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:
-        await asyncio.to_thread(_baton, cluster, "update-weights", str(NEXT))
+        await _baton(cluster, "update-weights", str(NEXT))
         first, lender = cluster.prefill if again == "prefill" else cluster.decode
         next_one = (cluster.decode if again == "prefill" else cluster.prefill)[0]
         had = (await lender.describe()).weights
@@ -147,11 +138,9 @@ async def test_a_restarted_node_fetches_the_weights_of_the_others(
         for behind in (first, next_one):
             await cluster.kill(behind)
             behind = await cluster.start_again(behind)
-            await cluster.wait_until(ready, "it is back", 120.0)
+            await wait_until(ready, "it is back")
             assert (await behind.describe()).weights not in (b"", had)
-            said = await asyncio.to_thread(
-                _baton, cluster, "update-weights", f"--from={lender.address}"
-            )
+            said = await _baton(cluster, "update-weights", f"--from={lender.address}")
             assert said == f"all nodes use weights {had.hex()}\n"
             nodes = (await cluster.describe()).nodes
             assert {node.weights for node in nodes} == {had}

@@ -2,9 +2,8 @@
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import grpc.aio
@@ -17,8 +16,8 @@ from protos.sampling_pb2 import Sampling
 from tests.support.network import grpc_calls
 from tests.support.network.http_client import get
 from tests.support.processes import fork_server
-from tests.support.processes.cluster import Cluster, free_ports, slowed
-from tests.support.processes.programs import Program
+from tests.support.processes.cluster import Cluster, slowed
+from tests.support.processes.local_system import Up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,37 +29,26 @@ MOVED = 'baton_migrations_total{outcome="completed"}'
 REFUSED = ("tokens=0", "this node is draining")
 
 
-def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
-    return fork_server.run(
-        "cli.operating", command, f"--secret-file={secret}", *arguments, timeout_s=START_S * 2
-    )
-
-
 @pytest.mark.long
 async def test_draining_a_node_requires_the_secret_and_the_last_node_requires_force(
     make: Callable[..., Cluster], tmp_path: Path
 ):
     async with make() as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode
-        router = f"--router={cluster.address}"
-        secret = cluster.secret_file
-        assert secret is not None
         stranger = tmp_path / "stranger"
         stranger.write_text("x" * 40)
 
-        async def drain(address: str, *flags: str, shown: Path = secret) -> tuple[int, str]:
-            said = await asyncio.to_thread(
-                _baton, "nodes drain", address, router, *flags, secret=shown
-            )
+        async def drain(address: str, *flags: str, secret: Path | None = None) -> tuple[int, str]:
+            said = await cluster.baton("nodes drain", address, *flags, secret=secret)
             return said.returncode, said.stdout + said.stderr
 
         code, words = await drain(decode.address)
         assert code == 1 and "is the only one" in words and "--force" in words
         code, words = await drain("127.0.0.1:1", "--force")
         assert code == 1 and f"It knows prefill {prefill.address}, decode" in words
-        code, words = await drain(decode.address, "--force", shown=stranger)
+        code, words = await drain(decode.address, "--force", secret=stranger)
         assert code == 1 and "UNAUTHENTICATED" in words
-        code, words = await drain(cluster.address, "--force", shown=stranger)
+        code, words = await drain(cluster.address, "--force", secret=stranger)
         assert code == 1 and "UNAUTHENTICATED" in words
         code, words = await drain(decode.address, "--force", "--dry-run")
         assert code == 0 and "0 requests to finish here" in words
@@ -72,29 +60,13 @@ async def test_draining_a_node_requires_the_secret_and_the_last_node_requires_fo
 
 
 @asynccontextmanager
-async def _up(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Program, str, int]]:
-    """Start `baton up`. Return it with its router's address and HTTP port."""
+async def _up(tmp_path: Path, *flags: str) -> AsyncIterator[Up]:
     write(tmp_path / "model")
-    port, http, prefill, decode = free_ports(4)
-    up = Program(
-        "cli.up",
-        f"--model={tmp_path / 'model'}",
-        f"--var={tmp_path}",
-        f"--port={port}",
-        f"--http-port={http}",
-        f"--prefill-port={prefill}",
-        f"--decode-port={decode}",
-        "--device=cpu",
-        "--engine.cache.num-pages=256",
-        *flags,
-    )
-    try:
+    with closing(Up(tmp_path, f"--model={tmp_path / 'model'}", *flags, num_pages=256)) as up:
         await asyncio.to_thread(up.line_with, "Ready.", START_S)
-        yield up, f"127.0.0.1:{port}", http
+        yield up
         up.send(signal.SIGINT)
         assert await asyncio.to_thread(up.exit_code) == 0, up.output
-    finally:
-        up.close()
 
 
 @pytest.mark.long
@@ -114,29 +86,30 @@ async def test_every_process_is_restarted_under_load_without_an_effect_on_client
         request = GenerateRequest(text=f"Once upon {number}", sampling=sampling)
         return "".join([piece.text async for piece in stub.Generate(request)])
 
-    async with _up(tmp_path, *how) as (_, router, http_port):
+    async with _up(tmp_path, *how) as up:
 
         async def client(number: int) -> None:
-            async with grpc.aio.insecure_channel(router, options=grpc_calls.OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(up.router, options=grpc_calls.OPTIONS) as channel:
                 stub = RouterStub(channel)
                 while not over.is_set():
                     answers.append((number, await ask(stub, number)))
 
-        async with grpc.aio.insecure_channel(router) as channel:
+        async with grpc.aio.insecure_channel(up.router) as channel:
             stub = RouterStub(channel)
             expected = [await ask(stub, number) for number in range(NUM_CLIENTS)]
         clients = [asyncio.create_task(client(number)) for number in range(NUM_CLIENTS)]
-        secret = tmp_path / "secret"
 
         async def roll(*roles: str) -> str:
-            flags = (f"--router={router}", *(f"--only={role}" for role in roles))
-            said = await asyncio.to_thread(_baton, "rollout", *flags, secret=secret)
+            flags = (f"--router={up.router}", f"--secret-file={tmp_path / 'secret'}")
+            only = (f"--only={role}" for role in roles)
+            command = ("cli.main", "rollout", *flags, *only)
+            said = await asyncio.to_thread(fork_server.run, *command, timeout_s=START_S * 2)
             assert said.returncode == 0, said.stdout + said.stderr
             return said.stdout
 
         assert (await roll("prefill", "decode")).count("is back after") == 4
         # Before the processes with these counters are replaced.
-        metrics = (await get(http_port, "/metrics")).body.decode().splitlines()
+        metrics = (await get(up.http_port, "/metrics")).body.decode().splitlines()
         assert (await roll("router")).count("is back after") == 1
         over.set()
         await asyncio.gather(*clients)

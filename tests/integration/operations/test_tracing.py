@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, TokenIds
-from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.network.http_client import get, post
 from tests.support.network.otlp_collector import Collector, Span, collecting
-from tests.support.processes.cluster import Cluster
+from tests.support.processes.cluster import Cluster, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +56,8 @@ async def _generate(cluster: Cluster, request_id: str, *, traceparent: str = "")
         sampling=Sampling(max_tokens=8, temperature=0.0, ignore_eos=True),
     )
     metadata = (("traceparent", traceparent),) if traceparent else ()
-    async with make_channel(cluster.address) as channel:
-        stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        async for _ in stub.Generate(request, metadata=metadata):
-            pass
+    async for _ in cluster.ask(request, metadata=metadata):
+        pass
 
 
 def _of(collector: Collector, label: str) -> dict[str, Span]:
@@ -81,15 +77,16 @@ def _with_ids(collector: Collector, ids: set[str]) -> dict[str, Span]:
     return {span.service.removeprefix("baton-"): span for span in mine}
 
 
-async def _until_exported(cluster: Cluster, collector: Collector, num_services: int) -> None:
+async def _until_exported(collector: Collector, num_services: int) -> None:
     """Wait for this number of parts of requests. A process that ends waits only briefly for a
     collector to accept them."""
 
-    async def all_are_there() -> bool:
-        reported = [span for span in collector.spans if "baton.request_id" in span.attributes]
-        return len(reported) >= num_services
-
-    await cluster.wait_until(all_are_there, "the collector has all spans")
+    await wait_until(
+        lambda: (
+            sum("baton.request_id" in span.attributes for span in collector.spans) >= num_services
+        ),
+        "the collector has all spans",
+    )
 
 
 def _inside(collector: Collector, span: Span) -> dict[str, Span]:
@@ -122,7 +119,7 @@ async def test_a_request_is_one_trace_of_three_services_with_nested_spans(
             await _generate(cluster, "nonsense", traceparent="00-zz-00-01")
             timeline = (await get(cluster.http_port, "/requests/by%20http")).json
             listed = (await get(cluster.http_port, "/requests")).json["requests"]
-            await _until_exported(cluster, collector, 4 * 3)  # not of the one that is not sampled
+            await _until_exported(collector, 4 * 3)  # not of the one that is not sampled
         for request_id in ("by http", "by grpc"):
             _check_trace(collector, request_id, TRACE, CLIENT_SPAN)
         for request_id in ("of its own", "nonsense"):
@@ -236,7 +233,7 @@ async def test_without_an_endpoint_the_trace_context_is_propagated_and_nothing_i
             assert answer.json["trace_id"] == TRACE
             unknown = await get(cluster.http_port, "/requests/nobody")
             assert unknown.status == 404 and "nobody" in unknown.error["message"]
-            await _until_exported(cluster, collector, 1)
+            await _until_exported(collector, 1)
         spans = _with_ids(collector, {answer.json["id"]})
         assert set(spans) == {"decode"} and spans["decode"].parent_id == CLIENT_SPAN
         assert not _of(collector, "not traced")

@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,8 +24,8 @@ from protos.router_pb2 import ClusterNode, GenerateRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.network.sockets import OpenSocket, sockets_of
-from tests.support.processes.cluster import children_of, free_ports, free_row
-from tests.support.processes.local_system import start_up
+from tests.support.processes.cluster import children_of, free_ports, free_row, wait_until
+from tests.support.processes.local_system import Up
 from tests.support.processes.programs import Program, await_end, runs
 
 pytestmark = pytest.mark.slow
@@ -42,13 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    started = []
+def run(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
 
-    def run_up(*flags: str, forked: bool = False) -> Program:
-        program, _ = start_up(tmp_path, *flags, forked=forked)
-        started.append(program)
-        return program
+    def run_up(*flags: str, forked: bool = False) -> Up:
+        started.append(Up(tmp_path, *flags, forked=forked))
+        return started[-1]
 
     yield run_up
     for program in started:
@@ -190,8 +188,7 @@ async def test_a_node_killed_under_load_is_restarted_and_used_without_an_effect_
 ):
     up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin", forked=True)
     await asyncio.to_thread(up.line_with, "Ready.", START_S)
-    router = (await asyncio.to_thread(up.line_with, "/Generate")).split()[-2]
-    async with make_channel(router) as channel:
+    async with make_channel(up.router) as channel:
         stub = RouterStub(channel)
 
         async def decode_nodes() -> dict[int, ClusterNode]:
@@ -200,20 +197,17 @@ async def test_a_node_killed_under_load_is_restarted_and_used_without_an_effect_
             nodes = [node for node in cluster.nodes if node.role == "decode" and node.links]
             return {node.instance_id: node for node in nodes if node.state == "ready"}
 
-        async def until(
-            condition: Callable[[dict[int, ClusterNode]], bool],
-        ) -> dict[int, ClusterNode]:
-            deadline = time.monotonic() + START_S
-            while not condition(nodes := await decode_nodes()):
-                assert time.monotonic() < deadline, "still not so"
-                await asyncio.sleep(0.05)
-            return nodes
+        before: dict[int, ClusterNode] = {}
 
-        before = await until(lambda nodes: len(nodes) == 2)
-        expected = [await _greedy(router, number) for number in range(6)]
+        async def both_are_ready() -> bool:
+            before.update(await decode_nodes())
+            return len(before) == 2
+
+        await wait_until(both_are_ready, "both decode nodes are ready")
+        expected = [await _greedy(up.router, number) for number in range(6)]
         begun: list[int] = []
-        answers = [asyncio.create_task(_greedy(router, number, begun)) for number in range(6)]
-        await until(lambda _: len(begun) == 6)
+        answers = [asyncio.create_task(_greedy(up.router, number, begun)) for number in range(6)]
+        await wait_until(lambda: len(begun) == 6, "all responses have begun")
         doomed = next(iter(before.values()))
         os.kill(doomed.pids[0], signal.SIGKILL)
         assert await asyncio.gather(*answers) == expected
@@ -221,14 +215,12 @@ async def test_a_node_killed_under_load_is_restarted_and_used_without_an_effect_
         name = (await asyncio.to_thread(up.line_with, line)).split()[0]
         await asyncio.to_thread(up.line_with, f"{name} is back after ", START_S)
 
-        deadline = time.monotonic() + START_S
-        while True:
-            nodes = await until(lambda nodes: bool(nodes.keys() - before.keys()))
-            (renewed,) = nodes.keys() - before.keys()
-            if nodes[renewed].counters["finished"]:
-                break
-            assert time.monotonic() < deadline, "no request goes there"
-            assert [await _greedy(router, number) for number in range(2)] == expected[:2]
+        async def used() -> bool:
+            assert [await _greedy(up.router, number) for number in range(2)] == expected[:2]
+            nodes = await decode_nodes()
+            return any(nodes[new].counters["finished"] for new in nodes.keys() - before.keys())
+
+        await wait_until(used, "the restarted node has requests", START_S)
     up.send(signal.SIGINT)
     assert await asyncio.to_thread(up.exit_code) == 0, up.output
 

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from pathlib import Path
@@ -11,19 +11,28 @@ from pathlib import Path
 import pytest
 
 from common.process.children import ChildProcess
-from tests.integration.oracle import oracle
-from tests.integration.ranks.test_rank_pairs import check, pages_read, prompts
+from tests.integration.oracle import oracle, random_prompts
+from tests.integration.ranks.test_rank_pairs import (
+    check,
+    pages_read,
+    until_experts_have_moved,
+)
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.network.certificates import Authority
 from tests.support.network.certificates import flags as tls_flags
 from tests.support.network.island import Island
-from tests.support.network.scrapes import scraped, total
-from tests.support.processes.cluster import Cluster, children_of, free_ports, held, slowed
+from tests.support.processes.cluster import (
+    Cluster,
+    Responses,
+    children_of,
+    free_ports,
+    held,
+    slowed,
+)
 from tests.support.processes.programs import await_end
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
-VOCABULARY = 256
 NUM_TOKENS = 200
 
 
@@ -94,7 +103,7 @@ async def test_responses_of_two_hosts_are_those_of_one_rank(
     async with closing(*hosts):
         async with cluster:
             known = oracle(model)
-            await check(cluster, known, prompts(VOCABULARY, [3, 40, 70, 130]))
+            await check(cluster, known, random_prompts(3, 40, 70, 130))
             assert await pages_read(cluster)
             (decode,) = cluster.decode
             described = await decode.describe()
@@ -122,12 +131,8 @@ async def test_experts_move_between_hosts(tmp_path: Path) -> None:
     async with closing(host):
         async with cluster:
             for _ in range(2):
-                await check(cluster, oracle(model), prompts(VOCABULARY, [3, 40, 70, 130]))
-
-            async def moved() -> bool:
-                return total(scraped(metrics), "baton_expert_moves_total") > 0
-
-            await cluster.wait_until(moved, "experts have moved")
+                await check(cluster, oracle(model), random_prompts(3, 40, 70, 130))
+            await until_experts_have_moved(metrics)
         assert await host.ended() == 0
 
 
@@ -153,7 +158,7 @@ async def test_hosts_in_separate_namespaces_with_tls(tmp_path: Path) -> None:
         host = RankHost("host", f"{island.shore}:{port}", tmp_path, *where, island=island)
         async with closing(host):
             async with cluster:
-                await check(cluster, oracle(model), prompts(VOCABULARY, [3, 40, 130]))
+                await check(cluster, oracle(model), random_prompts(3, 40, 130))
                 assert await pages_read(cluster)
             assert await host.ended() == 0
 
@@ -199,31 +204,19 @@ async def test_a_host_that_ends_costs_no_response(tmp_path: Path) -> None:
     )
     host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
     async with closing(host), cluster:
-        victim, begun = cluster.decode[0], asyncio.Event()
-
-        async def answer(prompt: Sequence[int]) -> tuple[int, ...]:
-            tokens: list[int] = []
-            async for response in cluster.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
-                tokens += response.token_ids
-                begun.set()
-            return tuple(tokens)
-
+        victim, how = cluster.decode[0], {"max_tokens": NUM_TOKENS, "ignore_eos": True}
         await cluster.until_all_have_had_requests()
-        asked = prompts(VOCABULARY, [20, 30, 40, 50])
-        answers = [asyncio.create_task(answer(each)) for each in asked]
-        await begun.wait()
-
-        async def busy() -> bool:
-            return held(await victim.describe()) != {}
-
-        await cluster.wait_until(busy, "the node on two hosts has requests")
+        asked = random_prompts(20, 30, 40, 50)
+        answers = Responses(cluster, [{"prompt": prompt, **how} for prompt in asked])
+        await answers.until_one_has(1)
+        await victim.until(held, "it has requests")
         engine, *_ = (await victim.describe()).pids[1:]
         ranks, relays = host.ranks, children_of(engine)
         host.child.send(signal.SIGKILL)
         assert await victim.child.ended() == 1
         victim.killed = True
         known = oracle(model)
-        for each, tokens in zip(asked, await asyncio.gather(*answers), strict=True):
+        for each, tokens in zip(asked, await answers.all(), strict=True):
             known.check(each, tokens, NUM_TOKENS)
         assert await host.ended() == -signal.SIGKILL
         for pid in (*ranks, *relays):

@@ -13,7 +13,15 @@ from tests.integration.oracle import oracle
 from tests.support.models.adapters import ALL_MODULES, make_adapter, merge
 from tests.support.models.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.network.scrapes import scraped, total
-from tests.support.processes.cluster import WAIT_S, Cluster, free_ports, held, slowed
+from tests.support.processes.cluster import (
+    WAIT_S,
+    Cluster,
+    Responses,
+    free_ports,
+    held,
+    slowed,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in one process: test_a_group_has_the_answers
 
@@ -29,17 +37,14 @@ def group(directory: Path, size: int, rank: int) -> Sequence[str]:
     return f"{knob}={size}", f"{knob}-rank={rank}", f"{knob}-group={directory}"
 
 
-async def answers(cluster: Cluster, begun: asyncio.Event, count: int) -> list[tuple[int, ...]]:
-    async def answer(number: int) -> tuple[int, ...]:
-        tokens: list[int] = []
-        async for response in cluster.stream(
-            prompt(number), max_tokens=NUM_TOKENS, ignore_eos=True
-        ):
-            tokens += response.token_ids
-            begun.set()
-        return tuple(tokens)
+def ask(cluster: Cluster, count: int) -> Responses:
+    how = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return Responses(cluster, [{"prompt": prompt(number), **how} for number in range(count)])
 
-    return list(await asyncio.gather(*(answer(number) for number in range(count))))
+
+async def check(model: Path, asked: Responses) -> None:
+    for number, tokens in enumerate(await asked.all()):
+        oracle(model).check(prompt(number), tokens, NUM_TOKENS)
 
 
 def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Cluster:
@@ -72,22 +77,16 @@ async def test_the_end_of_a_node_ends_its_group_and_costs_no_response(tmp_path: 
             ("group", 1),
             ("", 0),
         ]
-        begun = asyncio.Event()
-        asked = asyncio.create_task(answers(cluster, begun, 9))
-        await begun.wait()
+        asked = ask(cluster, 9)
+        await asked.until_one_has(1)
         victim, other = cluster.decode[:2]
-
-        async def busy() -> bool:
-            return held(await victim.describe()) != {}
-
-        await cluster.wait_until(busy, "the node has requests")
+        await victim.until(held, "it has requests")
         _, engine = (await victim.describe()).pids
         os.kill(engine, signal.SIGKILL)
         async with asyncio.timeout(WAIT_S):
             assert await other.child.ended() == 1
         other.killed = victim.killed = True
-        for number, tokens in enumerate(await asked):
-            oracle(model).check(prompt(number), tokens, NUM_TOKENS)
+        await check(model, asked)
         assert await victim.child.ended() == 1
 
 
@@ -95,12 +94,10 @@ async def test_a_drain_of_one_node_drains_its_group(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path) as cluster:
         await cluster.until_all_have_had_requests()
-        begun = asyncio.Event()
-        asked = asyncio.create_task(answers(cluster, begun, 6))
-        await begun.wait()
+        asked = ask(cluster, 6)
+        await asked.until_one_has(1)
         cluster.decode[1].child.send(signal.SIGTERM)
-        for number, tokens in enumerate(await asked):
-            oracle(model).check(prompt(number), tokens, NUM_TOKENS)
+        await check(model, asked)
         for node in cluster.decode[:2]:
             async with asyncio.timeout(WAIT_S):
                 assert await node.child.ended() == 0
@@ -124,8 +121,7 @@ async def test_groups_of_both_roles_hand_off(tmp_path: Path) -> None:
         router_flags=("--policy=round_robin",),
     ) as cluster:
         await cluster.until_all_have_had_requests()
-        for number, tokens in enumerate(await answers(cluster, asyncio.Event(), 6)):
-            oracle(model).check(prompt(number), tokens, NUM_TOKENS)
+        await check(model, ask(cluster, 6))
 
 
 async def test_a_group_has_adapters_and_pages_in_memory_and_files(tmp_path: Path) -> None:
@@ -168,13 +164,12 @@ async def test_a_group_has_adapters_and_pages_in_memory_and_files(tmp_path: Path
                     )
                     assert list(answer.token_ids) == right
 
-        async def offloaded() -> bool:
-            names = {"copy": "loaded"}, {"copy": "written"}
+        def offloaded() -> bool:
             return all(
-                total(scraped(port), "baton_offload_bytes_total", **each) > 0
+                total(scraped(port), "baton_offload_bytes_total", copy=copy) > 0
                 for port in metrics
-                for each in names
+                for copy in ("loaded", "written")
             )
 
-        await cluster.wait_until(offloaded, "both nodes use both tiers")
+        await wait_until(offloaded, "both nodes use both tiers")
         assert len([*(tmp_path / "pages").glob("*/pages")]) == 2

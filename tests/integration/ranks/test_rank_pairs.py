@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-import random
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,19 @@ import pytest
 
 from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
 from protos.router_pb2 import ContinueRequest, PauseRequest
-from tests.integration.oracle import Oracle, oracle
+from tests.integration.oracle import Oracle, clients, oracle, random_prompts
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.drafters import make_mtp
-from tests.support.models.tiny_models import VOCABULARY_SIZE, make_tiny
+from tests.support.models.tiny_models import make_tiny
 from tests.support.network.scrapes import scraped, total
-from tests.support.processes.cluster import Cluster, free_ports, held, slowed
+from tests.support.processes.cluster import (
+    Cluster,
+    Responses,
+    free_ports,
+    held,
+    slowed,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +37,6 @@ LONG = pytest.mark.long
 
 def ranks(tp: int, pp: int = 1) -> tuple[str, ...]:
     return f"--engine.parallel.tp={tp}", f"--engine.parallel.pp={pp}"
-
-
-def prompts(vocabulary_size: int, lengths: Sequence[int]) -> list[list[int]]:
-    source = random.Random(len(lengths))
-    return [[source.randrange(vocabulary_size) for _ in range(length)] for length in lengths]
 
 
 async def check(cluster: Cluster, known: Oracle, asked: Sequence[list[int]]) -> None:
@@ -53,45 +54,46 @@ async def pages_read(cluster: Cluster) -> int:
     return sum(each.counters["pages_read"] for each in described)
 
 
+async def until_experts_have_moved(port: int) -> None:
+    """Wait until a node with this metrics port has moved experts."""
+    await wait_until(
+        lambda: total(scraped(port), "baton_expert_moves_total") > 0, "experts have moved"
+    )
+
+
 # Seen failing with only copy_map's slices of the first table, and without the state.
 @pytest.mark.parametrize(
-    ("architecture", "prefill_tp", "decode_tp", "path", "page_size"),
+    ("architecture", "num_layers", "prefill", "decode", "path", "page_size"),
     [
-        ("qwen3", 1, 2, "tcp", 16),
-        # Windows, and more ranks than KV heads.
-        pytest.param("gemma3_text", 4, 2, "nixl", 16, marks=LONG),
-        pytest.param("gemma2", 2, 4, "tcp", 64, marks=LONG),
-        pytest.param("deepseek_v3", 2, 1, "nixl", 16, marks=LONG),  # latents
-        pytest.param("qwen3_5_text", 1, 2, "nixl", 256, marks=LONG),  # delta nets
+        ("qwen3", None, (1, 1), (2, 1), "tcp", 16),
+        *(
+            pytest.param(*case, marks=LONG)
+            for case in (
+                # Windows, and more ranks than KV heads.
+                ("gemma3_text", None, (4, 1), (2, 1), "nixl", 16),
+                ("gemma2", None, (2, 1), (4, 1), "tcp", 64),
+                ("deepseek_v3", None, (2, 1), (1, 1), "nixl", 16),  # latents
+                ("qwen3_5_text", None, (1, 1), (2, 1), "nixl", 256),  # delta nets
+                # Stages.
+                ("deepseek_v3", 5, (2, 2), (2, 1), "nixl", 16),
+                ("qwen3", 5, (1, 1), (1, 2), "nixl", 16),
+                ("gemma2", 5, (1, 2), (2, 2), "tcp", 16),
+                ("qwen3_next", 8, (1, 2), (1, 1), "tcp", 256),
+            )
+        ),
     ],
 )
 async def test_responses_are_those_of_one_rank(
-    tmp_path: Path, architecture: str, prefill_tp: int, decode_tp: int, path: str, page_size: int
-) -> None:
-    model = make_checkpoint(tmp_path / "model", architecture)
-    await check_pair(model, tmp_path, (prefill_tp, 1), (decode_tp, 1), path, page_size)
-
-
-@LONG
-@pytest.mark.parametrize(
-    ("architecture", "num_layers", "prefill", "decode", "path"),
-    [
-        ("deepseek_v3", 5, (2, 2), (2, 1), "nixl"),
-        ("qwen3", 5, (1, 1), (1, 2), "nixl"),
-        ("gemma2", 5, (1, 2), (2, 2), "tcp"),
-        ("qwen3_next", 8, (1, 2), (1, 1), "tcp"),
-    ],
-)
-async def test_responses_of_stages_are_those_of_one_rank(
     tmp_path: Path,
     architecture: str,
-    num_layers: int,
+    num_layers: int | None,
     prefill: tuple[int, int],
     decode: tuple[int, int],
     path: str,
+    page_size: int,
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", architecture, num_hidden_layers=num_layers)
-    page_size = 256 if architecture == "qwen3_next" else 16
+    layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    model = make_checkpoint(tmp_path / "model", architecture, **layers)
     await check_pair(model, tmp_path, prefill, decode, path, page_size)
 
 
@@ -124,7 +126,7 @@ async def check_pair(
     ) as cluster:
         known = oracle(model)
         lengths = (1, page_size, page_size + 1, 2 * page_size, 4 * CHUNK_TOKENS + 5)
-        asked = prompts(known.vocabulary_size, lengths)
+        asked = random_prompts(*lengths)
         await check(cluster, known, asked)
         whole = await pages_read(cluster)
         assert whole
@@ -158,25 +160,16 @@ async def test_responses_migrate_between_nodes_of_different_ranks(
     ) as cluster:
         await cluster.until_all_have_had_requests()
         known, one, two = oracle(model), *cluster.decode
-        asked, answers, begun = prompts(250, (40, 41)), [], asyncio.Queue[int]()
-
-        async def answer(number: int) -> tuple[int, ...]:
-            tokens: list[int] = []
-            stream = cluster.stream(asked[number], max_tokens=LONG_ANSWER, ignore_eos=True)
-            async for response in stream:
-                if not tokens:
-                    begun.put_nowait(number)
-                tokens += response.token_ids
-            return tuple(tokens)
-
-        for number in range(len(asked)):  # one at each
-            answers.append(asyncio.create_task(answer(number)))
-            await begun.get()
+        asked, answers = random_prompts(40, 41), []
+        for prompt in asked:  # one at each
+            how = {"prompt": prompt, "max_tokens": LONG_ANSWER, "ignore_eos": True}
+            answers.append(Responses(cluster, [how]))
+            await answers[-1].until_all_have(1)
         await cluster.migrate(one, two)
         await cluster.migrate(two, one)
         await cluster.migrate(two, one)
-        for prompt, tokens in zip(asked, await asyncio.gather(*answers), strict=True):
-            known.check(prompt, tokens, LONG_ANSWER)
+        for prompt, answer in zip(asked, answers, strict=True):
+            known.check(prompt, *await answer.all(), LONG_ANSWER)
         arrived = [(await node.describe()).counters["moves/here"] for node in (one, two)]
         assert arrived == [2, 1]
 
@@ -192,26 +185,12 @@ async def test_nodes_with_ranks_change_their_roles_under_load(model: Path, tmp_p
         flags_of={"prefill-1": ranks(2), "decode-1": ranks(2)},
         router_flags=("--policy=round_robin",),
     ) as cluster:
-        known, over, right = oracle(model), asyncio.Event(), [0]
-
-        async def ask(number: int) -> None:
-            while not over.is_set():
-                await check(cluster, known, prompts(250, [30 + 40 * number] * 2))
-                right[0] += 1
-
-        async with asyncio.TaskGroup() as clients:
-            for number in range(3):
-                clients.create_task(ask(number))
+        prompts = random_prompts(30, 30, 70, 70, 110, 110)
+        async with clients(cluster, oracle(model), prompts, NUM_TOKENS) as right:
             for node, role in ((cluster.prefill[1], "decode"), (cluster.decode[1], "prefill")):
                 for new in (role, "decode" if role == "prefill" else "prefill"):
                     await cluster.switch(node, new)
-                    begun = right[0]
-
-                    async def more(begun: int = begun) -> bool:
-                        return right[0] > begun + 6
-
-                    await cluster.wait_until(more, "clients have had more answers")
-            over.set()
+                    await right.until_more(14)
 
 
 @LONG
@@ -232,17 +211,13 @@ async def test_a_rank_that_ends_costs_no_response(
         environment=slowed(0.02),  # otherwise prompts may be computed before the check
     ) as cluster:
         await cluster.until_all_have_had_requests()
-        known, asked = oracle(model), prompts(250, [300] * 6)
+        known, asked = oracle(model), random_prompts(*[300] * 6)
         answers = [
             asyncio.create_task(cluster.generate(each, max_tokens=LONG_ANSWER, ignore_eos=True))
             for each in asked
         ]
         node = getattr(cluster, victim)[0]
-
-        async def busy() -> bool:
-            return any(held(await node.describe()).values())
-
-        await cluster.wait_until(busy, "the node has requests")
+        await node.until(held, "it has requests")
         _, _, follower = (await node.describe()).pids
         os.kill(follower, end)
         for each, answer in zip(asked, await asyncio.gather(*answers), strict=True):
@@ -268,13 +243,9 @@ async def test_experts_move_under_load_and_responses_stay_right(tmp_path: Path) 
         decode_flags=(f"--metrics-port={ports[1]}",),
     ) as cluster:
         for number in range(3):
-            await check(cluster, oracle(model), prompts(240, [40] * (6 + number)))
+            await check(cluster, oracle(model), random_prompts(*[40] * (6 + number)))
         for port in ports:
-
-            async def moved(port: int = port) -> bool:
-                return total(scraped(port), "baton_expert_moves_total") > 0
-
-            await cluster.wait_until(moved, "experts have moved")
+            await until_experts_have_moved(port)
             assert total(scraped(port), "baton_expert_load_imbalance") >= 1
 
 
@@ -303,13 +274,9 @@ async def test_a_node_reads_weights_from_one_with_other_ranks(
         await node.stub.TakeWeights(take, timeout=60)
         for each in cluster.nodes:
             await each.stub.Continue(ContinueRequest(), timeout=60)
-
-        async def paired() -> bool:
-            return bool((await source.describe()).links)
-
-        await cluster.wait_until(paired, "the nodes pair with the new weights")
+        await source.until(lambda now: now.links, "it pairs with the new weights")
         known = oracle(second)
-        await check(cluster, known, prompts(known.vocabulary_size, (5, 40, 200)))
+        await check(cluster, known, random_prompts(5, 40, 200))
         assert await pages_read(cluster)
 
 
@@ -331,6 +298,6 @@ async def test_models_of_transformers_are_handed_off_between_ranks(
         decode_flags=ranks(decode_tp),
     ) as cluster:
         known = oracle(model)
-        asked = prompts(VOCABULARY_SIZE - 64, (1, 16, 17, 150))
+        asked = random_prompts(1, 16, 17, 150)
         await check(cluster, known, asked)
         assert await pages_read(cluster)

@@ -24,7 +24,7 @@ from protos.router_pb2 import FlushCacheRequest
 from tests.support.network.grpc_calls import end_of_stream
 from tests.support.network.scrapes import scraped, value
 from tests.support.processes import fork_server
-from tests.support.processes.cluster import Cluster, Node, free_ports
+from tests.support.processes.cluster import Cluster, Node, free_ports, wait_until
 from tests.support.processes.programs import ROOT, Program
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -103,11 +103,10 @@ async def test_a_router_with_a_wrong_or_no_secret_logs_the_reason_and_so_does_th
         router = start("router", *ports, decode, *flags)
         line = await asyncio.to_thread(router.line_with, "node does not respond")
         assert sentence in line
-
-        async def the_node_says_it_too(sentence: str = sentence) -> bool:
-            return sentence in _log(cluster.decode[0])
-
-        await cluster.wait_until(the_node_says_it_too, f"the node says {sentence!r}")
+        await wait_until(
+            lambda sentence=sentence: sentence in _log(cluster.decode[0]),
+            f"the node says {sentence!r}",
+        )
     await _answers(cluster)
 
 
@@ -132,7 +131,6 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
 async def test_a_secret_is_replaced_under_load_and_the_old_one_is_rejected(
     cluster: Cluster,
 ) -> None:
-    assert cluster.secret_file is not None
     old, new = cluster.secret_file.read_text().strip(), new_secret()
     stolen = cluster.secret_file.with_name("stolen")
     stolen.write_text(old)
@@ -185,7 +183,6 @@ def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 async def test_a_printed_token_is_valid_for_one_call(cluster: Cluster) -> None:
-    assert cluster.secret_file is not None
     file = f"--secret-file={cluster.secret_file}"
     key = _secret("--operator", file).stdout.strip()
     assert key.startswith("baton-operator-")

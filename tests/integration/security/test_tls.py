@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import grpc.aio
@@ -22,6 +23,7 @@ from protos.node_pb2 import DescribeRequest
 from protos.node_pb2_grpc import NodeStub
 from tests.support.network.certificates import Authority, flags
 from tests.support.processes.cluster import Cluster, free_ports
+from tests.support.processes.local_system import Up
 from tests.support.processes.programs import Program
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -186,30 +188,16 @@ async def test_an_incomplete_tls_configuration_is_rejected_in_one_line(
 
 
 @pytest.mark.long
-async def test_up_uses_tls_everywhere(
-    model: Path, config: TlsConfig, program: type[Program], tmp_path: Path
-) -> None:
-    router, http, prefill, decode = free_ports(4)
-    up = program(
-        "cli.up",
-        f"--model={model}",
-        f"--var={tmp_path}",
-        f"--port={router}",
-        f"--http-port={http}",
-        f"--prefill-port={prefill}",
-        f"--decode-port={decode}",
-        "--device=cpu",
-        "--engine.cache.num-pages=64",
-        *(f"--tls-{name}={path}" for name, path in config.model_dump(exclude_none=True).items()),
-    )
-    line = await asyncio.to_thread(up.line_with, f"curl --cacert {config.ca} https://")
-    assert f"https://127.0.0.1:{http}/" in line
-    context = ssl.create_default_context(cafile=str(config.ca))
-    models = await asyncio.to_thread(
-        urllib.request.urlopen, f"https://127.0.0.1:{http}/v1/models", context=context
-    )
-    with models as answer:
-        assert json.load(answer)["data"]
-    assert await _refusal(f"127.0.0.1:{decode}", None)
-    up.send(signal.SIGINT)
-    assert await asyncio.to_thread(up.exit_code) == 0
+async def test_up_uses_tls_everywhere(model: Path, config: TlsConfig, tmp_path: Path) -> None:
+    files = config.model_dump(exclude_none=True).items()
+    tls_files = (f"--tls-{name}={path}" for name, path in files)
+    with closing(Up(tmp_path, f"--model={model}", *tls_files)) as up:
+        line = await asyncio.to_thread(up.line_with, f"curl --cacert {config.ca} https://")
+        assert f"https://127.0.0.1:{up.http_port}/" in line
+        context = ssl.create_default_context(cafile=str(config.ca))
+        models = f"https://127.0.0.1:{up.http_port}/v1/models"
+        with await asyncio.to_thread(urllib.request.urlopen, models, context=context) as answer:
+            assert json.load(answer)["data"]
+        assert await _refusal(up.decode, None)
+        up.send(signal.SIGINT)
+        assert await asyncio.to_thread(up.exit_code) == 0

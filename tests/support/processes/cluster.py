@@ -10,17 +10,19 @@ inside it includes the last lines of all logs.
 import asyncio
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
+    AsyncIterator,
     Callable,
     Iterator,
     Mapping,
@@ -61,8 +63,8 @@ from protos.router_pb2 import (
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support.network.certificates import flags as tls_flags
-from tests.support.network.http_client import get
 from tests.support.network.island import Island
+from tests.support.network.scrapes import scraped, value
 from tests.support.processes import fork_server
 from tests.support.processes.programs import ROOT, runs
 from tests.support.runner import workers
@@ -70,6 +72,7 @@ from tests.support.runner import workers
 START_S = 180.0
 STOP_S = 120.0
 RPC_S = 120.0
+COMMAND_S = 600.0
 WAIT_S = 120.0  # longest wait of a test, in seconds
 POLL_S = 0.02
 NUM_PAGES = 512
@@ -140,12 +143,74 @@ class Node:
     def address(self) -> str:
         return self.program.address
 
+    @property
+    def engine_pid(self) -> int:
+        (engine,) = children_of(self.child.pid)
+        return engine
+
     async def describe(self) -> DescribeResponse:
-        response: DescribeResponse = await self.stub.Describe(DescribeRequest(), timeout=RPC_S)
-        return response
+        return await self.stub.Describe(DescribeRequest(), timeout=RPC_S)
 
     async def flush_cache(self) -> None:
         await self.stub.FlushCache(FlushCacheRequest(), timeout=RPC_S)
+
+    async def until(
+        self, condition: Callable[[DescribeResponse], object], what: str, timeout_s: float = WAIT_S
+    ) -> None:
+        """Poll until `condition` holds for the node's description."""
+
+        async def holds() -> object:
+            return condition(await self.describe())
+
+        await wait_until(holds, f"{self.program.name}: {what}", timeout_s)
+
+
+async def wait_until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until `condition`, a function or a coroutine function, holds. Fails with `what`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        result = condition()
+        if await result if inspect.isawaitable(result) else result:
+            return
+        assert time.monotonic() < end, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
+class Responses:
+    """Responses of a cluster that arrive at the same time.
+
+    Attributes:
+        tokens: tokens of each response so far.
+    """
+
+    def __init__(self, cluster: "Cluster", requests: Sequence[Mapping[str, Any]]) -> None:
+        """Args:
+        requests: arguments of `Cluster.stream`.
+        """
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self._ending = [
+            asyncio.create_task(self._receive(cluster.stream(**request), tokens))
+            for request, tokens in zip(requests, self.tokens, strict=True)
+        ]
+
+    async def until_all_have(self, num_tokens: int) -> None:
+        await wait_until(
+            lambda: min(map(len, self.tokens)) >= num_tokens, "all responses have begun"
+        )
+
+    async def until_one_has(self, num_tokens: int) -> None:
+        await wait_until(lambda: max(map(len, self.tokens)) >= num_tokens, "a response has begun")
+
+    async def all(self) -> list[tuple[int, ...]]:
+        """Return the tokens of the complete responses."""
+        await asyncio.gather(*self._ending)
+        return list(map(tuple, self.tokens))
+
+    async def _receive(self, stream: AsyncIterator[GenerateResponse], tokens: list[int]) -> None:
+        response = GenerateResponse()
+        async for response in stream:
+            tokens += response.token_ids
+        assert response.finish_reason and response.usage.completion_tokens == len(tokens)
 
 
 LOOPBACK = "127.0.0.1"
@@ -199,13 +264,14 @@ class Cluster:
         self._forked = forked
         certs = tls_config or TlsConfig()
         self._certificates = tls.certificates(certs, "the test's")
-        self.secret_file = logs / "secret" if with_secret else None
+        self.secret_file = logs / "secret"
         secret_flags = []
-        if self.secret_file is not None:
+        if with_secret:
             logs.mkdir(parents=True, exist_ok=True)
             self.secret_file.write_text(new_secret())
             secret_flags = [f"--secret-file={self.secret_file}"]
-        self.operator = identity_of("operator", "the test", self.secret_file)
+        shown = self.secret_file if with_secret else None
+        self.operator = identity_of("operator", "the test", shown)
         common = (
             f"--transfer.backend={path}",
             f"--transfer.canary-tokens={canary_tokens}",
@@ -320,23 +386,20 @@ class Cluster:
 
     async def kill(self, node: Node) -> None:
         """Send SIGKILL to the node's server process. Its engine must end on its own."""
-        (engine,) = children_of(node.child.pid)
+        engine = node.engine_pid
         node.killed = True
         node.child.send(signal.SIGKILL)
         await node.child.ended()
 
-        async def gone() -> bool:
-            return not runs(engine)
-
-        await self.wait_until(gone, f"the engine of {node.program.name} ends with its frontend")
+        what = f"the engine of {node.program.name} ends with its frontend"
+        await wait_until(lambda: not runs(engine), what)
 
     def freeze(self, node: Node) -> Callable[[], None]:
         """Send SIGSTOP to the engine: the server process runs, but nothing progresses.
 
         Ended by the returned function, or by `thaw`.
         """
-        (engine,) = children_of(node.child.pid)
-        os.kill(engine, signal.SIGSTOP)
+        os.kill(node.engine_pid, signal.SIGSTOP)
         return partial(self.thaw, node)
 
     def stick(self, node: Node, directory: Path) -> Callable[[], None]:
@@ -345,14 +408,12 @@ class Cluster:
         Args:
             directory: STUCK_DIRECTORY of the cluster's environment.
         """
-        (engine,) = children_of(node.child.pid)
-        file = directory / str(engine)
+        file = directory / str(node.engine_pid)
         file.touch()
         return file.unlink
 
     def thaw(self, node: Node) -> None:
-        (engine,) = children_of(node.child.pid)
-        os.kill(engine, signal.SIGCONT)
+        os.kill(node.engine_pid, signal.SIGCONT)
 
     async def start_again(self, node: Node) -> Node:
         """Start a new process at a killed node's address. Does not wait for it."""
@@ -368,24 +429,17 @@ class Cluster:
         the decode node has paired with it.
         """
         (prefill,), (decode,) = self.prefill, self.decode
-
-        async def paired() -> bool:
-            return bool((await decode.describe()).links)
-
-        async def alone() -> bool:
-            return not await paired()
-
         await self.kill(prefill)
-        await self.wait_until(alone, "the dead node is off the decode node's books")
+        await decode.until(lambda now: not now.links, "it has noticed the end of the dead node")
         await self.start_again(prefill)
-        await self.wait_until(paired, "the decode node has paired again")
+        await decode.until(lambda now: now.links, "it has paired again")
 
     async def until_whole(self) -> None:
         """Wait until all live nodes serve and have paired."""
         async with asyncio.timeout(START_S):
             for node in self.live_nodes:
                 await self._until_serving(node.program)
-        await self.wait_until(self._paired, "all nodes are paired", START_S)
+        await wait_until(self._paired, "all nodes are paired", START_S)
 
     async def kill_router(self) -> None:
         self._router.send(signal.SIGKILL)
@@ -446,7 +500,7 @@ class Cluster:
                 raise
             return True
 
-        await self.wait_until(moved, f"a response has moved to {target.address}")
+        await wait_until(moved, f"a response has moved to {target.address}")
 
     async def switch(self, node: Node, role: str) -> None:
         """Change the node's role, until the router knows it and nodes have paired."""
@@ -465,7 +519,7 @@ class Cluster:
             found = {each.address: (each.role, each.state) for each in nodes}
             return found[node.address] == (role, "ready") and await self._paired()
 
-        await self.wait_until(known, f"{node.address} is a {role} node, ready and paired")
+        await wait_until(known, f"{node.address} is a {role} node, ready and paired")
 
     async def stop_with(self, number: signal.Signals) -> None:
         """Send a signal to all live processes at the same time. Each must exit with 0."""
@@ -482,43 +536,32 @@ class Cluster:
 
     async def describe(self) -> GetClusterResponse:
         """Return the cluster as the router describes it."""
-        response: GetClusterResponse = await self._stub.GetCluster(
-            GetClusterRequest(), timeout=RPC_S
-        )
-        return response
+        return await self._stub.GetCluster(GetClusterRequest(), timeout=RPC_S)
 
     async def explain(self, name: str) -> ExplainResponse:
         """Return the events of a request, by its id or the client's label."""
-        response: ExplainResponse = await self._stub.Explain(
-            ExplainRequest(name=name), timeout=RPC_S
-        )
-        return response
+        return await self._stub.Explain(ExplainRequest(name=name), timeout=RPC_S)
 
     async def metric(self, name: str, **labels: str) -> float:
-        text = (await get(self.http_port, "/metrics")).body.decode()
-        of = ",".join(f'{label}="{value}"' for label, value in labels.items())
-        start = f"{name}{{{of}}} " if labels else f"{name} "
-        (value,) = [line.split()[1] for line in text.splitlines() if line.startswith(start)]
-        return float(value)
+        return value(await asyncio.to_thread(scraped, self.http_port), name, **labels)
 
-    async def wait_until(
-        self, condition: Callable[[], Awaitable[bool]], what: str, deadline_s: float = WAIT_S
-    ) -> None:
-        """Poll until `condition` holds. Fails with `what` at the deadline."""
-        end = time.monotonic() + deadline_s
-        while not await condition():
-            assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-            await asyncio.sleep(POLL_S)
+    async def baton(
+        self, command: str, *arguments: str, secret: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `baton COMMAND ARGUMENTS` as an operator of this cluster, to its end."""
+        return await asyncio.to_thread(
+            fork_server.run,
+            "cli.main",
+            *(*command.split(), *arguments, f"--router={self.address}"),
+            f"--secret-file={secret or self.secret_file}",
+            timeout_s=COMMAND_S,
+        )
 
-    async def until_nothing_is_held(self, deadline_s: float = WAIT_S) -> None:
+    async def until_nothing_is_held(self, timeout_s: float = WAIT_S) -> None:
         """Wait until every page of every live node is free or cached, and no request is queued."""
         for node in self.live_nodes:
-
-            async def idle(node: Node = node) -> bool:
-                return held(await node.describe()) == {}
-
             try:
-                await self.wait_until(idle, f"{node.program.name} lets all pages go", deadline_s)
+                await node.until(lambda now: not held(now), "it lets all pages go", timeout_s)
             except AssertionError as error:
                 error.add_note(f"still held: {held(await node.describe())}")
                 raise
@@ -538,20 +581,12 @@ class Cluster:
                 counted["handoffs_completed"] or counted["generated_tokens"] for counted in counters
             )
 
-        await self.wait_until(all_have, "every node has requests")
+        await wait_until(all_have, "every node has requests")
 
     # Requests.
 
-    async def generate(
-        self,
-        prompt: Sequence[int] | str,
-        *,
-        request_id: str = "",
-        cache_salt: str | None = None,
-        adapter: str = "",
-        **sampling: Any,
-    ) -> Answer:
-        """Send a prompt and collect the whole response. Greedy by default.
+    async def generate(self, prompt: Sequence[int] | str, **how: Any) -> Answer:
+        """Send a prompt and collect the whole response. For the arguments see `stream`.
 
         Raises:
             grpc.aio.AioRpcError: the router's error.
@@ -559,10 +594,7 @@ class Cluster:
         tokens: list[int] = []
         texts: list[str] = []
         last = GenerateResponse()
-        messages = self.stream(
-            prompt, request_id=request_id, cache_salt=cache_salt, adapter=adapter, **sampling
-        )
-        async with aclosing(messages) as responses:
+        async with aclosing(self.stream(prompt, **how)) as responses:
             async for last in responses:
                 tokens += last.token_ids
                 texts.append(last.text)
@@ -577,7 +609,11 @@ class Cluster:
         adapter: str = "",
         **sampling: Any,
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """Yield the response message by message. Leaving the iteration cancels the call."""
+        """Yield the response message by message. Leaving the iteration cancels the call.
+
+        Args:
+            sampling: fields of Sampling. Greedy by default.
+        """
         request = GenerateRequest(
             request_id=request_id,
             cache_salt=cache_salt,
@@ -593,10 +629,14 @@ class Cluster:
                 yield response
 
     async def ask(
-        self, request: GenerateRequest, timeout_s: float | None = None
+        self, request: GenerateRequest, **how: Any
     ) -> AsyncGenerator[GenerateResponse, None]:
-        """Yield the response message by message. Leaving the iteration cancels the call."""
-        call = self._stub.Generate(request, timeout=timeout_s)
+        """Yield the response message by message. Leaving the iteration cancels the call.
+
+        Args:
+            how: arguments of the call, such as metadata.
+        """
+        call = self._stub.Generate(request, **how)
         try:
             async for response in call:
                 yield response
@@ -657,7 +697,7 @@ class Cluster:
                 for program in self._programs[0 if self._must_pair else 1 :]:
                     await self._until_serving(program)
                 if self._must_pair:
-                    await self.wait_until(self._paired, "all nodes are paired", START_S)
+                    await wait_until(self._paired, "all nodes are paired", START_S)
 
         tasks = [asyncio.create_task(ready())]
         tasks += [asyncio.create_task(_raise_at_end(child)) for child in children]

@@ -41,35 +41,42 @@ class Router:
         return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
 
 
-def start_up(var: Path, *flags: str, forked: bool = True) -> tuple[Program, int]:
-    """Start `baton up`, which the caller closes. Return it and its router's HTTP port.
+class Up(Program):
+    """`baton up`.
 
-    Args:
-        forked: start it and its processes from the fork server.
+    Attributes:
+        router, decode: addresses of the router and of the first decode node.
+        http_port: the router's.
     """
-    router, http, prefill = free_ports(3)
-    program = Program(
-        "cli.up",
-        f"--var={var}",
-        f"--port={router}",
-        f"--http-port={http}",
-        f"--prefill-port={prefill}",
-        f"--decode-port={free_row(MOST_DECODE)[0]}",
-        "--device=cpu",
-        "--engine.cache.num-pages=64",
-        *flags,
-        forked=forked,
-    )
-    return program, http
+
+    def __init__(self, var: Path, *flags: str, forked: bool = True, num_pages: int = 64) -> None:
+        """Args:
+        forked: start it and its processes from the fork server.
+        """
+        router, self.http_port, prefill = free_ports(3)
+        decode = free_row(MOST_DECODE)[0]
+        self.router, self.decode = f"127.0.0.1:{router}", f"127.0.0.1:{decode}"
+        super().__init__(
+            "cli.up",
+            f"--var={var}",
+            f"--port={router}",
+            f"--http-port={self.http_port}",
+            f"--prefill-port={prefill}",
+            f"--decode-port={decode}",
+            "--device=cpu",
+            f"--engine.cache.num-pages={num_pages}",
+            *flags,
+            forked=forked,
+        )
 
 
 @contextmanager
-def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
+def running(var: Path, *flags: str) -> Iterator[tuple[Router, Up]]:
     """Run `baton up` with these flags. Its router needs no API key."""
-    up, http = start_up(var, *flags)
+    up = Up(var, *flags)
     try:
         up.line_with("Ready.", WAIT_S)
-        yield Router(http), up
+        yield Router(up.http_port), up
     finally:
         up.send(signal.SIGCONT)
         up.close()
