@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.hardware.devices import need_invariant_products
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.processes.cluster import Cluster, Responses, slowed
 
@@ -77,6 +78,7 @@ async def num_parted(cluster: Cluster, kills: int) -> int:
     ],
 )
 async def test_kills_do_not_change_responses_with_nearly_equal_tokens(tmp_path, family, kills):
+    need_invariant_products(torch.float32)
     async with system(tmp_path, family) as cluster:
         assert await num_parted(cluster, kills) == 0
         assert await cluster.metric("baton_requests_replayed_total") >= kills // 2

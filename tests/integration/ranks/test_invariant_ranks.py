@@ -5,7 +5,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
+from tests.support.hardware.devices import need_invariant_products
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.processes.cluster import Cluster
 from tools.bench.bits.requests import ComparedRequest, ComparedResponse, respond
@@ -46,6 +48,7 @@ async def responses(
     ],
 )
 async def test_two_ranks_give_the_same_bits_in_any_batch(tmp_path, family, dtype):
+    need_invariant_products(getattr(torch, dtype))
     model = make_checkpoint(tmp_path / "model", family)
     draw = Random(3)
     requests = [ComparedRequest.of(draw, [""]) for _ in range(5)]

@@ -23,6 +23,14 @@ def operators_here(threads: int = 2) -> Operators | None:
         return None
 
 
+def need_invariant_products(dtype: torch.dtype) -> None:
+    """Skip the test on a processor that `engine.batch_invariant` does not support for this
+    dtype."""
+    operators = operators_here()
+    if operators is None or not operators.multiplies(dtype):
+        pytest.skip(f"the compiled kernels do not multiply {dtype} on this processor")
+
+
 def compute_as_a_node() -> None:
     """Compute with one thread and with compiled operations, as a node does, until the test ends.
 
