@@ -1,6 +1,8 @@
 """Prompts whose prefix was evicted from the cache and is restored from host memory. Responses
 are those of a node that computes everything, whatever the pages contain."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -52,8 +54,7 @@ def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:
     """Return the responses. All copies end before the next request."""
     answers = []
     for each in prompts:
-        asked = rig.ask(each, ANSWER)
-        rig.run(asked)
+        asked = rig.serve(each, ANSWER)
         rig.until_free()
         answers.append(asked.tokens)
     return answers
@@ -116,42 +117,39 @@ LENDS = Size(num_pages=80, tier_pages=400)
 TOLD = LONG // 16 * 16
 
 
-def forget_above(rig: PairRig) -> None:
-    """Evict the prompts from the first prefill node's cache to its tier. The decode node has
-    none."""
-    for seed in range(11, 15):
-        rig.run(rig.ask(prompt(400, seed), 1, prefill=[0]))
-        rig.until_free()
-    assert not rig.prefill[0].engine.cache.match(ints(PROMPTS[0])).num_tokens
-    rig.flush(rig.decode[0])
-
-
-def test_other_nodes_read_pages_that_only_a_tier_has(known: Known) -> None:
+@contextmanager
+def evicted(known: Known, *producers: int) -> Iterator[PairRig]:
+    """Two prefill nodes. These have computed a prompt, which the first one now has in its tier
+    alone, and the decode node has not at all."""
     sizes = LENDS, ROOM
     with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
         rig.learn_what_computing_takes()
+        for producer in producers:
+            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[producer]))
+        for seed in range(11, 15):
+            rig.run(rig.ask(prompt(400, seed), 1, prefill=[0]))
+            rig.until_free()
+        assert not rig.prefill[0].engine.cache.match(ints(PROMPTS[0])).num_tokens
+        rig.flush(rig.decode[0])
+        yield rig
+
+
+def test_other_nodes_read_pages_that_only_a_tier_has(known: Known) -> None:
+    with evicted(known, 0) as rig:
         first, second = rig.prefill
-        rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[0]))
-        forget_above(rig)
         hint = PrefixHint("prefill-0:1", TOLD)
-        asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[1], prefix_hints=[hint])
-        rig.run(asked)
-        assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
+        asked = rig.serve([*PROMPTS[0], 1, 2], ANSWER, prefill=[1], prefix_hints=[hint])
+        known.check(asked)
         assert second.count("prompt_token_ways/fetched") == TOLD
         assert loaded_tokens(first) == TOLD and first.count("prefix_loans/completed") == 1
 
 
 def test_pages_in_a_tier_are_not_read_from_other_nodes(known: Known) -> None:
-    sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS_SHARES) as rig:
-        rig.learn_what_computing_takes()
+    with evicted(known, 0, 1) as rig:
         first, _ = rig.prefill
-        for producer in range(2):
-            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[producer]))
-        forget_above(rig)
         before = first.count("prompt_token_ways/fetched")
         hint = PrefixHint("prefill-1:1", TOLD)
-        rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[0], prefix_hints=[hint]))
+        rig.serve([*PROMPTS[0], 1, 2], ANSWER, prefill=[0], prefix_hints=[hint])
         assert first.count("prompt_token_ways/fetched") == before and loaded_tokens(first) == TOLD
 
 

@@ -194,8 +194,7 @@ def test_a_layer_remains_correct_after_a_prefix_cached_on_both_nodes(
     """Pages that the decode node has, with the layer's part, are not transferred."""
     with PairRig(followed.loaded, decode=[_size()]) as rig:
         prompt = _prompts(256)[-1]
-        one = rig.ask(prompt, NUM_TOKENS)
-        rig.run(one)
+        one = rig.serve(prompt, NUM_TOKENS)
         again = rig.ask(prompt, NUM_TOKENS)
         turn = [*prompt, *one.tokens, 5]
         more = rig.serve(turn, NUM_TOKENS)

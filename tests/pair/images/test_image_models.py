@@ -17,7 +17,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.models.families import read_decoder
 from engine.speculative import DraftPolicy, HeadDrafter, Speculator
-from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
+from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of, serve
 from tests.pair.models.test_split_prefill import SplitRig
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.engine.steps import logits_after
@@ -120,11 +120,9 @@ def test_a_second_question_about_an_image_reuses_its_kv(model):
     text, image, _ = model.one
     again = (*model.one, " And what is beside it?")
     with rig_of(model) as rig:
-        ask(rig, model.one)
-        rig.run()
+        serve(rig, model.one)
         rig.flush(rig.decode[0])
-        second = ask(rig, again)
-        rig.run()
+        second = serve(rig, again)
         assert second.tokens == model.greedy(again)
         assert second.cached_tokens >= len(text) + image.num_tokens
         assert encoded(rig.prefill[0]) == 1
@@ -196,8 +194,7 @@ def test_decoders_with_quantized_weights_support_images(tmp_path, model_type):
 def test_a_node_rejects_an_image_that_its_encoder_does_not_support(tmp_path):
     model = ImageModel(tmp_path, "llava")
     with rig_of(model, prefill=[]) as rig:
-        asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
-        rig.run()
+        asked = serve(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
         assert "2 x 3 tokens, the model accepts 6 x 6" in asked.ended.error
 
 

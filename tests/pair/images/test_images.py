@@ -22,7 +22,7 @@ from engine.models import load
 from engine.models.families import read_decoder
 from engine.models.vision.seeing import VisionTower
 from engine.speculative import DraftPolicy, Speculator
-from tests.pair.images.vision import NUM_TOKENS, VisionModel, ask, rig_of, seen
+from tests.pair.images.vision import NUM_TOKENS, VisionModel, ask, rig_of, seen, serve
 from tests.pair.models.test_weight_updates import pause, put
 from tests.pair.operations.test_pauses import call_node, resumed
 from tests.pair.rig import Loaded, PairRig, Size
@@ -55,14 +55,12 @@ def test_only_prompts_with_the_same_image_share_kv(model):
     other = (ONE[0], picture(5, 3, 9), ONE[2])  # as many placeholders
     longer = (*ONE, " And another: ", picture(2, 2, 4), ".")
     with rig_of(model) as rig:
-        first = ask(rig, ONE)
-        rig.run()
+        first = serve(rig, ONE)
         rig.flush(rig.decode[0])
         again, different = ask(rig, ONE), ask(rig, other)
         rig.run()
         rig.flush(rig.decode[0])
-        follow_up = ask(rig, longer)
-        rig.run()
+        follow_up = serve(rig, longer)
         assert first.tokens == again.tokens == model.greedy(ONE)
         assert different.tokens == model.greedy(other)
         assert follow_up.tokens == model.greedy(longer)
@@ -77,8 +75,7 @@ def test_only_prompts_with_the_same_image_share_kv(model):
 def test_an_image_that_occurs_twice_in_a_prompt_is_encoded_once(model):
     parts = ("One: ", picture(4, 4, 5), ", two: ", picture(4, 4, 5), ".")
     with rig_of(model) as rig:
-        asked = ask(rig, parts)
-        rig.run()
+        asked = serve(rig, parts)
         assert asked.tokens == model.greedy(parts)
         assert seen(rig.prefill[0]) == (1, 1)
 
@@ -142,8 +139,7 @@ def test_tokens_of_images_are_neither_drafted_nor_penalized(model):
     size = Size(speculator=Speculator(SaysImages(), DraftPolicy(5), 5))
     with rig_of(model, decode=[size]) as rig:
         guessed = ask(rig, ONE)
-        penalised = ask(rig, TWO, repetition_penalty=1.3, frequency_penalty=0.5)
-        rig.run()
+        penalised = serve(rig, TWO, repetition_penalty=1.3, frequency_penalty=0.5)
         assert guessed.tokens == model.greedy(ONE)
         assert len(penalised.tokens) == NUM_TOKENS
 
@@ -222,8 +218,7 @@ def test_an_update_of_weights_includes_the_encoder(shelf, from_node):
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True, migrates=True) as rig:
         (producer,), (consumer,) = rig.prefill, rig.decode
-        asked = ask(rig, ONE)
-        rig.run()
+        asked = serve(rig, ONE)
         assert asked.tokens == known["old"] and seen(producer) == (1, 0)
         pause(rig)
         put(rig, producer)
@@ -235,8 +230,7 @@ def test_an_update_of_weights_includes_the_encoder(shelf, from_node):
         assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
         resumed(rig)
         rig.until_paired()
-        asked = ask(rig, ONE)
-        rig.run()
+        asked = serve(rig, ONE)
         assert (asked.tokens, asked.cached_tokens) == (known["new"], 0)
 
 
@@ -258,8 +252,7 @@ def test_memory_of_the_encoder_is_released_and_restored(shelf):
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
-        before = ask(rig, ONE)
-        rig.run()
+        before = serve(rig, ONE)
         pause(rig)
         (producer,) = rig.prefill
         assert not call_node(rig, producer, ReleaseMemory(("weights",))).error
@@ -267,6 +260,5 @@ def test_memory_of_the_encoder_is_released_and_restored(shelf):
         assert not call_node(rig, producer, ResumeMemory(("weights",))).error
         resumed(rig)
         rig.flush(*rig.nodes)
-        after = ask(rig, ONE)
-        rig.run()
+        after = serve(rig, ONE)
         assert before.tokens == after.tokens

@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 from common.requests.images import check_images
 from engine.batch.images import AXES, positions_of, shift_of
 from engine.models import load
-from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of
+from tests.pair.images.vision import NUM_TOKENS, ROOM, VisionModel, ask, encoded, rig_of, serve
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.engine.steps import logits_after
 from tests.support.hardware.devices import CPU
@@ -93,11 +93,9 @@ def test_positions_are_those_of_transformers(model):
 def test_kv_is_shared_by_prompts_with_the_same_video(model):
     again = (*model.one, " And then?")
     with rig_of(model) as rig:
-        ask(rig, model.one)
-        rig.run()
+        serve(rig, model.one)
         rig.flush(rig.decode[0])
-        second = ask(rig, again)
-        rig.run()
+        second = serve(rig, again)
         assert second.tokens == model.greedy(again)
         assert second.cached_tokens >= len(with_images(*model.one)[0]) // 16 * 16
         assert encoded(rig.prefill[0]) == 3
@@ -136,8 +134,7 @@ def test_a_model_without_videos_rejects_them(tmp_path):
     doubled = msgspec.structs.replace(patch, pixels=2 * patch.pixels, frames=2)
     with PairRig(loaded, prefill=[], decode=[ROOM], own_models=True) as rig:
         token_ids, images = with_images("See ", doubled)
-        asked = rig.ask(token_ids, NUM_TOKENS, images=images)
-        rig.run()
+        asked = rig.serve(token_ids, NUM_TOKENS, images=images)
         assert "the model accepts no videos" in asked.ended.error
 
 

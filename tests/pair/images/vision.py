@@ -47,6 +47,12 @@ def ask(rig: PairRig, parts: Parts, num_tokens: int = NUM_TOKENS, **options: Any
     return rig.ask(token_ids, num_tokens, images=images, **options)
 
 
+def serve(rig: PairRig, parts: Parts, num_tokens: int = NUM_TOKENS, **options: Any) -> Asked:
+    asked = ask(rig, parts, num_tokens, **options)
+    rig.run()
+    return asked
+
+
 def seen(node: Node) -> tuple[int, int]:
     """Return how many images a node has encoded, and how many it has found in its cache."""
     counts = node.engine.model.seeing.counts
