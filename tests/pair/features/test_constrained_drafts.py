@@ -4,7 +4,6 @@ drafts, for every feature and drafter."""
 import itertools
 import json
 import random
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from common.config import LoraConfig, SpeculativeConfig
 from common.requests.sampling import GuidedDecoding, ReasoningTokens
-from engine.grammar import matching
-from engine.grammar.matching import Match
 from engine.models.drafting import drawn
 from engine.runner import forwards
 from engine.speculative import DraftPolicy, HeadDrafter, NgramDrafter, Speculator
+from tests.pair.features.test_grammars import gated
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import make_checkpoint
@@ -253,19 +251,12 @@ def test_a_row_with_drafts_and_a_slow_matcher_waits_alone(noise, plain, monkeypa
     """The row is computed again when its mask is ready. No token or draft of the first step is
     used."""
     loaded, _ = noise
-    stands, gate = threading.Event(), threading.Event()
-    look_ahead = Match._look_ahead
-
-    def gated(self: Match) -> None:
-        if self.num_followed >= at and self._wanted and not self._room and not stands.is_set():
-            # Not earlier: on a busy machine an earlier matcher would be slow and get no drafts.
-            monkeypatch.setattr(matching, "_STARVED_S", 0.01)
-            stands.set()
-            assert gate.wait(60)
-        look_ahead(self)
-
+    stands, gate = gated(
+        monkeypatch,
+        "_look_ahead",
+        lambda match: match.num_followed >= at and match._wanted and not match._room,
+    )
     one, other = plain["printable"][0], plain["penalties"][0]
-    monkeypatch.setattr(Match, "_look_ahead", gated)
     size = _size(speculator=_drafter("random", plain, loaded.model.spec.vocabulary_size))
     with PairRig(loaded, prefill=(), decode=[size]) as rig:
         slow = rig.ask(one.prompt, NUM_TOKENS, **FEATURES["printable"])

@@ -1,9 +1,11 @@
 """Responses that follow a grammar, whichever node samples and whatever happens to the request."""
 
+import itertools
 import json
 import re
 import threading
 
+import msgspec
 import pytest
 from grpc import StatusCode
 
@@ -27,6 +29,7 @@ SCHEMA = {
 PERSON = GuidedDecoding("json_schema", json.dumps(SCHEMA))
 DATE = GuidedDecoding("regex", "[0-9]{4}-[01][0-9]")
 ANSWER = GuidedDecoding("ebnf", 'root ::= "yes" | "no" | "perhaps not"')
+GUIDES = (PERSON, DATE, ANSWER)
 TAG = GuidedDecoding(
     "structural_tag",
     json.dumps(
@@ -65,23 +68,18 @@ def _holds(guide, text):
             return json.loads(text) is not None
 
 
-def _asked(rig, tokenizer):
-    """Start a greedy and a sampled request of every grammar.
+def _no_spaces(tokenizer):
+    """Return a bias against spaces, which random weights prefer to JSON."""
+    return tuple((tokenizer.token_to_id(name), -100.0) for name in "ĠĊĉč")
 
-    A bias forbids spaces, which random weights prefer to JSON.
-    """
-    spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
-    fields = {"logit_bias": tuple((token, -100.0) for token in spaces)}
+
+def _asked(rig, tokenizer):
+    """Start a greedy and a sampled request of every grammar."""
+    samplings = ({}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5})
+    fields = {"ignore_eos": False, "logit_bias": _no_spaces(tokenizer)}
     return [
-        (
-            guide,
-            rig.ask(PROMPTS[number % 4], 120, guide=guide, ignore_eos=False, **sampled, **fields),
-        )
-        for number, (guide, sampled) in enumerate(
-            (guide, sampled)
-            for guide in (PERSON, DATE, ANSWER)
-            for sampled in ({}, {"temperature": 1.0, "seed": 3}, {"frequency_penalty": 0.5})
-        )
+        (guide, rig.ask(PROMPTS[number % 4], 120, guide=guide, **sampling, **fields))
+        for number, (guide, sampling) in enumerate(itertools.product(GUIDES, samplings))
     ]
 
 
@@ -134,10 +132,12 @@ def _thinking(rig, tokenizer):
     """Every grammar again, behind reasoning text that one more token ends. Half of it is ended
     for the request. The response could end at once."""
     close = tokenizer.token_to_id("|")
-    thought = ReasoningTokens(close, open=None)
-    spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
-    bias = ((close, 3.0), (END, 10.0), *((token, -100.0) for token in spaces))
-    fields = {"logit_bias": bias}
+    fields = {
+        "thought": ReasoningTokens(close, open=None),
+        "ignore_eos": False,
+        "logit_bias": ((close, 3.0), (END, 10.0), *_no_spaces(tokenizer)),
+        "temperature": 1.0,
+    }
     return close, [
         (
             guide,
@@ -145,18 +145,12 @@ def _thinking(rig, tokenizer):
                 PROMPTS[number % 4],
                 150,
                 guide=guide,
-                thought=thought,
                 thinking_budget=8 if number % 2 else -1,
-                ignore_eos=False,
-                **sampled,
+                seed=seed,
                 **fields,
             ),
         )
-        for number, (guide, sampled) in enumerate(
-            (guide, sampled)
-            for guide in (PERSON, DATE, ANSWER)
-            for sampled in ({"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 3})
-        )
+        for number, (guide, seed) in enumerate(itertools.product(GUIDES, (5, 3)))
     ]
 
 
@@ -180,16 +174,8 @@ def test_a_grammar_begins_after_the_reasoning(noise, pool):
             assert _holds(guide, text), text
         for _, one in asked:
             for count in (1, one.tokens.index(close) + 1):
-                rest = rig.serve(
-                    one.prompt,
-                    150,
-                    generated=one.tokens[:count],
-                    **{
-                        name: getattr(one.sampling, name)
-                        for name in one.sampling.__struct_fields__
-                        if name != "max_tokens"
-                    },
-                )
+                fields = msgspec.structs.asdict(one.sampling)
+                rest = rig.serve(one.prompt, generated=one.tokens[:count], **fields)
                 assert one.tokens[:count] + rest.tokens == one.tokens
 
 
@@ -224,8 +210,7 @@ def test_channels_are_marked_with_tokens(noise):
     tokens = {marker: tokenizer.token_to_id(token) for marker, token in spelt.items()}
     channels = Channels(tokens)
     call = channels.calls([("f", SCHEMA)], parallel=False)
-    spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
-    bias = ((tokens[END_MARKER], 10.0), *((token, -100.0) for token in spaces))
+    bias = ((tokens[END_MARKER], 10.0), *_no_spaces(tokenizer))
     with PairRig(loaded) as rig:
         asked = [
             rig.ask(
@@ -301,21 +286,26 @@ def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(noise):
 SLOW = GuidedDecoding("regex", "[a-h]{30}z")
 
 
-def _gated(monkeypatch, at):
-    """Block one matcher on its thread before the mask of token `at`, until `open` is set. Return
-    two events: `stands` is set while the matcher is blocked."""
+def gated(monkeypatch, method, closes):
+    """Block the first matcher for which `closes` is true, on its thread before this method, until
+    `gate` is set. Return two events: `stands`, which is set then, and `gate`."""
     stands, gate = threading.Event(), threading.Event()
-    follow = Match._follow
+    real = getattr(Match, method)
 
-    def gated(self):
-        if self.num_followed == at and not stands.is_set():
+    def blocked(self):
+        if not stands.is_set() and closes(self):
+            # Not earlier: on a busy machine an earlier matcher would count as slow.
+            monkeypatch.setattr(matching, "_STARVED_S", 0.01)
             stands.set()
             assert gate.wait(60)
-        follow(self)
+        real(self)
 
-    monkeypatch.setattr(Match, "_follow", gated)
-    monkeypatch.setattr(matching, "_STARVED_S", 0.01)
+    monkeypatch.setattr(Match, method, blocked)
     return stands, gate
+
+
+def _gated_at(monkeypatch, token):
+    return gated(monkeypatch, "_follow", lambda match: match.num_followed == token)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +320,7 @@ def test_a_slow_matcher_delays_only_its_own_row(noise, monkeypatch, overlap, col
     with PairRig(loaded, overlap_schedule=overlap, **where) as rig:
         alone = [rig.ask(PROMPTS[1], 60, **fields), rig.ask(PROMPTS[2], 40)]
         rig.run()
-        stands, gate = _gated(monkeypatch, at)
+        stands, gate = _gated_at(monkeypatch, at)
         slow = rig.ask(PROMPTS[1], 60, **fields)
         rig.until(stands.is_set, "a matcher stands still")
         try:
@@ -351,7 +341,7 @@ def test_a_slow_matcher_delays_only_its_own_row(noise, monkeypatch, overlap, col
 def test_a_row_that_waits_for_its_mask_can_be_cancelled(noise, monkeypatch):
     loaded, _ = noise
     with PairRig(loaded) as rig:
-        stands, gate = _gated(monkeypatch, 5)
+        stands, gate = _gated_at(monkeypatch, 5)
         slow = rig.ask(PROMPTS[1], 60, guide=SLOW, ignore_eos=False)
         rig.until(stands.is_set, "a matcher stands still")
         try:
