@@ -29,8 +29,7 @@ from common.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from common.request import NOT_PREDICTED, InputEmbeddings, PredictionUsage
-from common.requests.images import Image
+from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import UNNAMED
 from common.requests.sampling import GuidedDecoding, Prepared, SamplingParams
@@ -146,21 +145,24 @@ class Common:
 
 @dataclass(eq=False)
 class Asked:
-    """A request of the router, and the reports of the node about it."""
+    """A request of the router, and the reports of the node about it.
+
+    Attributes:
+        of_spec: fields of its RequestSpec that a test has set.
+        migrates: from another node.
+    """
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    of_spec: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
     ended: RequestEnded | None = None
     cached_tokens: int | None = None  # None: not reported yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    adapter: bytes = b""
-    images: tuple[Image, ...] = ()
-    embeddings: InputEmbeddings | None = None
     ticket: int = 0
-    migrates: bool = False  # from another node
+    migrates: bool = False
     predicted: PredictionUsage = NOT_PREDICTED
 
     @property

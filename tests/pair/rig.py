@@ -19,9 +19,8 @@ import msgspec
 
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
 from common.process.ipc import WakeUp, socket_pair
-from common.request import InputEmbeddings, PrefixHint, Remaining, RequestSpec
-from common.requests.images import Image
-from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
+from common.request import PrefixHint, Remaining, RequestSpec
+from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream
@@ -43,6 +42,7 @@ from tests.support.network.loopback import LoopbackBackend
 
 TIMEOUT_S = 60.0  # of every wait of a test
 SCHEDULER = SchedulerConfig.model_fields
+SPEC = frozenset(RequestSpec.__struct_fields__)
 NAP_S = 0.02  # between two turns without any work
 # No timeout fires unless a test sets its own, and every page is compared.
 PATIENT = TransferConfig(
@@ -66,6 +66,14 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 def random_prompts(vocabulary_size: int, *lengths: int) -> list[list[int]]:
     source = random.Random(5)
     return [[source.randrange(vocabulary_size) for _ in range(length)] for length in lengths]
+
+
+def joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
+    """Return the client's tokens. The successor must repeat the tokens that its predecessor sent
+    after the first `num_known`."""
+    repeated = asked.tokens[num_known:]
+    assert successor.tokens[: len(repeated)] == repeated
+    return asked.tokens[:num_known] + successor.tokens
 
 
 class PairRig:
@@ -172,29 +180,28 @@ class PairRig:
         node: int = 0,
         prefill: Sequence[int] | None = None,
         request_id: str = "",
-        namespace: Namespace = SHARED,
-        adapter: AdapterId = NO_ADAPTER,
-        engine_crashes: int = 0,
         move_from: MigrateFrom | None = None,
-        priority: int = 0,
-        routing_key: int = 0,
-        client: int = 0,
         prefix_hints: Sequence[PrefixHint] = (),
         prediction: Sequence[int] = (),
-        images: Sequence[Image] = (),
-        embeddings: InputEmbeddings | None = None,
-        **sampling: Any,
+        **fields: Any,
     ) -> Asked:
         """Submit a request to a decode node. By default it is greedy and ignores EOS.
 
         Args:
             prefill: indices of prefill nodes in order of preference; None: all.
+            fields: of RequestSpec and SamplingParams.
         """
         number = next(self._numbers)
-        fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
-        asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
-        asked.ticket, asked.migrates = (1 << 63) + number, move_from is not None
-        asked.adapter, asked.images, asked.embeddings = adapter, tuple(images), embeddings
+        of_spec = {name: fields.pop(name) for name in SPEC if name in fields}
+        fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **fields}
+        asked = Asked(
+            number,
+            tuple(prompt),
+            SamplingParams(max_tokens=max_tokens, **fields),
+            of_spec,
+            ticket=(1 << 63) + number,
+            migrates=move_from is not None,
+        )
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
@@ -208,15 +215,8 @@ class PairRig:
                     token_ids=as_bytes([*asked.prompt, *generated]),
                     num_generated=len(generated),
                     sampling=asked.sampling,
-                    namespace=namespace,
-                    adapter=adapter,
-                    engine_crashes=engine_crashes,
-                    priority=priority,
-                    routing_key=routing_key,
-                    client=client,
                     prediction=as_bytes(prediction),
-                    images=tuple(images),
-                    input_embeddings=embeddings,
+                    **of_spec,
                 ),
                 remaining=Remaining(budget_s, queue_s),
                 placement=Placement(
@@ -253,10 +253,8 @@ class PairRig:
             asked.prompt,
             generated=asked.tokens,
             node=target,
-            adapter=asked.adapter,
-            images=asked.images,
-            embeddings=asked.embeddings,
             move_from=MigrateFrom(self.decode[source].front.address, asked.ticket),
+            **asked.of_spec,
             **msgspec.structs.asdict(asked.sampling),
         )
 
@@ -270,9 +268,7 @@ class PairRig:
         self.until_granted(0)
         self.run()
         assert asked.reason is FinishReason.MOVED
-        repeated = asked.tokens[num_known:]
-        assert successor.tokens[: len(repeated)] == repeated
-        return asked.tokens[:num_known] + successor.tokens
+        return joined(asked, successor, num_known)
 
     def cancel(self, asked: Asked, node: int = 0) -> None:
         self.decode[node].router.inbox.append(CancelSubmitted(STREAM, asked.number))

@@ -12,11 +12,11 @@ from kvtransfer.messages import (
     PagesReady,
     ReadsDone,
 )
-from kvtransfer.pairs import codec
 from kvtransfer.transfer import link as link_module
 from node.messages import DrainNode
 from protos import kvtransfer_pb2
 from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.wires import forge_first_tokens
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.network.loopback import LoopbackConnection
 
@@ -267,15 +267,10 @@ def test_a_decode_node_rejects_requests_over_its_token_limit_and_accepts_later_o
 def test_a_first_token_outside_the_vocabulary_fails_the_attempt_and_not_the_request(
     known, monkeypatch
 ):
-    honest, lies = codec._ready_proto, iter([2**31 - 1])
-
-    def lying(ready: PagesReady) -> kvtransfer_pb2.Ready:
-        message = honest(ready)
-        if message.last:
-            message.first_token = next(lies, message.first_token)
-        return message
-
-    monkeypatch.setattr(codec, "_ready_proto", lying)
+    lies = iter([{"first_token": 2**31 - 1}])
+    forge_first_tokens(
+        monkeypatch, lambda message: message.MergeFrom(kvtransfer_pb2.Ready(**next(lies, {})))
+    )
     with PairRig(known.loaded) as rig:
         asked = rig.serve(PROMPT[:48])
         assert asked.tokens == known.greedy(PROMPT[:48], 8)

@@ -8,11 +8,12 @@ import itertools
 import select
 import socket
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import pytest
 
 from common.process.ipc import FrameSocket
 from kvtransfer.frontend_messages import (
@@ -25,7 +26,7 @@ from kvtransfer.frontend_messages import (
     PairOutput,
     SendMessage,
 )
-from kvtransfer.messages import AnyMessage, Heartbeat
+from kvtransfer.messages import AnyMessage, Heartbeat, PagesReady
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
@@ -208,6 +209,21 @@ class Wires:
                 number = line.numbers.pop(front)
                 del front.lines[number]
                 front.send(PairClosed(number, reason, engine_died and side == "consumer"))
+
+
+def forge_first_tokens(
+    monkeypatch: pytest.MonkeyPatch, forge: Callable[[kvtransfer_pb2.Ready], object]
+) -> None:
+    """Let `forge` change each message with a first token before a prefill node sends it."""
+    honest = codec._ready_proto
+
+    def forged(ready: PagesReady) -> kvtransfer_pb2.Ready:
+        message = honest(ready)
+        if message.last:
+            forge(message)
+        return message
+
+    monkeypatch.setattr(codec, "_ready_proto", forged)
 
 
 def _across(record, *, as_consumer: bool):

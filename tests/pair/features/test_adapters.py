@@ -236,7 +236,7 @@ def test_an_adapter_migrates_with_its_request(known, shelf):
         asked = rig.ask(PROMPTS[1], 64, adapter=ids(rig)["a"])
         joined = rig.moved_midway(asked, 3)
         assert joined[:NUM_TOKENS] == shelf.greedy("a", PROMPTS[1])
-        alone = rig.serve(PROMPTS[1], 64, adapter=asked.adapter)
+        alone = rig.serve(PROMPTS[1], 64, **asked.of_spec)
         assert joined == alone.tokens
 
 
@@ -246,7 +246,7 @@ def test_a_request_does_not_migrate_to_a_node_with_another_adapter_of_the_name(k
         by_name = ids(rig)
         asked = rig.ask(PROMPTS[1], 64, adapter=by_name["a"])
         rig.until(lambda: len(asked.tokens) >= 3, "it runs")
-        asked.adapter = by_name["b"]
+        asked.of_spec["adapter"] = by_name["b"]
         refused = rig.move(asked, 0, 1)
         source, *others = rig.decode[0], rig.decode[1], rig.prefill[0]
         while not refused.ended:  # the source's request does not continue in between

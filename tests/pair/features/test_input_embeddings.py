@@ -50,7 +50,7 @@ def given(rows):
 
 
 def ask(rig, one, num_tokens=NUM_TOKENS, **options):
-    return rig.ask(one.prompt, num_tokens, embeddings=one.embeddings, **options)
+    return rig.ask(one.prompt, num_tokens, input_embeddings=one.embeddings, **options)
 
 
 def rig_of(known, **options):
@@ -177,18 +177,25 @@ def test_nodes_refuse_embeddings_that_do_not_fit_their_prompt(values, prompt, er
         from_proto(proto)
 
 
+MTP, SPLIT = {"speculative": {"method": "mtp"}}, {"scheduler": {"split_prefill_ms": 20}}
+
+
+# Also of routed experts, for test_returned_rows.py.
 @pytest.mark.parametrize(
-    "settings, backend, named",
+    "feature, settings, backend, named",
     [
-        ({"speculative": {"method": "mtp"}}, "native", "engine.speculative.method: mtp"),
-        ({}, "transformers", "engine.model_backend: transformers"),
+        ("input_embeddings", MTP, "native", "speculative.method: mtp"),
+        ("input_embeddings", {}, "transformers", "model_backend: transformers"),
+        ("routed_experts", SPLIT, "native", "scheduler.split_prefill_ms: 20"),
+        ("routed_experts", {}, "transformers", "model_backend: transformers"),
     ],
 )
-def test_a_model_without_support_for_embeddings_is_refused_at_start(settings, backend, named):
-    config = EngineConfig.model_validate(
-        {"model": "m", "input_embeddings": {"enabled": True}, **settings}
-    )
-    with pytest.raises(ConfigError, match=f"^{named} is not supported with engine.input_embed"):
+def test_a_model_without_support_for_a_feature_is_refused_at_start(
+    feature, settings, backend, named
+):
+    config = EngineConfig.model_validate({"model": "m", feature: {"enabled": True}, **settings})
+    expected = f"^engine.{named} is not supported with engine.{feature}"
+    with pytest.raises(ConfigError, match=expected):
         check_features(config, backend)
 
 

@@ -1,6 +1,7 @@
 """Live migration between decode nodes. The client notices no more than a pause."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import GrantHandoff, PagesReady
 from node.messages import DrainNode, MigrateFrom
 from tests.pair.conftest import Known
-from tests.pair.rig import PATIENT, Asked, PairRig, Size
+from tests.pair.rig import PATIENT, Asked, PairRig, Size, joined
 from tests.support.models.drafters import recall, speculator
 
 PROMPT = tuple(range(5, 45))
@@ -34,13 +35,6 @@ def _move(rig: PairRig, asked: Asked, source: int = 0) -> Asked:
     successor = rig.move(asked, source, 1 - source)
     rig.until_granted(source)
     return successor
-
-
-def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
-    """Return the client's tokens. The successor must repeat the same tokens as its predecessor."""
-    repeated = asked.tokens[num_known:]
-    assert successor.tokens[: len(repeated)] == repeated
-    return asked.tokens[:num_known] + successor.tokens
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -72,9 +66,7 @@ def test_a_request_migrates_there_and_back_and_there_again(known: Known) -> None
 
 def _with(asked: Asked, tokens: list[int]) -> Asked:
     """Return the submission as its router knows it, with the tokens of the previous ones."""
-    known = Asked(asked.number, (*asked.prompt, *()), asked.sampling)
-    known.ticket, known.tokens = asked.ticket, [*tokens, *asked.tokens]
-    return known
+    return replace(asked, tokens=[*tokens, *asked.tokens])
 
 
 BAD_WORDS = ((20,), (21, 22), (23, 24, 25))
@@ -84,8 +76,6 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
 CARRIED: dict[str, dict[str, Any]] = {
     "sampled-with-penalties": SAMPLED,
     "grammar": {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60},
-    "log-probabilities": {"logprobs": 2},
-    "log-probabilities-of-the-prompt": {"prompt_logprobs": 1},
     "thinking-budget": {"thought": ReasoningTokens(close=3), "thinking_budget": 20},
     "least-tokens-and-bias": SAMPLED
     | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
@@ -94,6 +84,7 @@ CARRIED: dict[str, dict[str, Any]] = {
 QUICK = ("sampled-with-penalties", "grammar")
 
 
+# Of log-probabilities: test_returned_rows.py.
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -110,13 +101,6 @@ def test_a_request_migrates_with_all_its_options(known: Known, sampling: dict[st
         tokens, successor = rig.moved_midway(asked), rig.asked[-1]
         assert tokens == undisturbed.tokens
         assert successor.reason is undisturbed.reason
-        assert not successor.prompt_logprobs  # the client has received them
-        if "logprobs" in sampling:
-            reported = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
-            assert len(successor.logprobs) == len(successor.tokens)
-            for one, other in zip(reported, undisturbed.logprobs, strict=True):
-                assert one.top_tokens == other.top_tokens
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +263,7 @@ def test_only_one_of_two_migrations_of_a_request_succeeds(known: Known) -> None:
         rig.run()
         assert asked.reason is FinishReason.MOVED
         (winner,) = [mover for mover in movers if mover.reason is FinishReason.LENGTH]
-        assert _joined(asked, winner, num_known) == known.greedy(PROMPT, 40)
+        assert joined(asked, winner, num_known) == known.greedy(PROMPT, 40)
 
 
 def test_a_draining_node_migrates_its_requests_and_ends(known: Known) -> None:
@@ -318,7 +302,7 @@ def test_the_pause_covers_only_tokens_generated_after_the_copy(
         assert _copied(rig) == [(len(PROMPT) + num_known - 1) // 16 * 16]
         assert rig.decode[1].count("prefix_fetches/completed") == 1
         assert rig.decode[1].count("prompt_tokens") == 0
-        tokens = _joined(asked, successor, num_known)
+        tokens = joined(asked, successor, num_known)
         assert tokens == known.greedy(PROMPT, 200)[: len(tokens)]
         rig.cancel(successor, node=1)
 
