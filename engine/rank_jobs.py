@@ -49,7 +49,7 @@ from engine.ranks.messages import (
     TransferJob,
 )
 from engine.ranks.processes import Followers
-from engine.runner.copier import Copier, PageCopier, PageCopy
+from engine.runner.copier import Copier, PageCopier
 from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
@@ -108,16 +108,16 @@ class CopierOfRanks:
         self._own = own
         self._followers = followers
 
-    def save(self, copies: PageCopies) -> PageCopy:
+    def save(self, copies: PageCopies) -> Future[None]:
         return self._joined(self._own.save(copies), copies, to_host=True)
 
-    def load(self, copies: PageCopies) -> PageCopy:
+    def load(self, copies: PageCopies) -> Future[None]:
         return self._joined(self._own.load(copies), copies, to_host=False)
 
     def close(self) -> None:
         self._own.close()
 
-    def _joined(self, own: PageCopy, copies: PageCopies, *, to_host: bool) -> PageCopy:
+    def _joined(self, own: Future[None], copies: PageCopies, *, to_host: bool) -> Future[None]:
         def asked(start: int) -> "Future[Sequence[bytes]]":
             some = slice(start, start + MOST_PAGES)
             pages = [
@@ -127,9 +127,9 @@ class CopierOfRanks:
             return self._followers.ask(CopyPages(to_host, *pages))
 
         starts = range(0, len(copies.device_pages), MOST_PAGES)
-        whole = when_all("a copy of pages", [own.future, *map(asked, starts)], lambda: None)
+        whole = when_all("a copy of pages", [own, *map(asked, starts)], lambda: None)
         whole.add_done_callback(lambda _: self.notify())
-        return PageCopy(whole)
+        return whole
 
 
 class WeightsOfRanks:
@@ -336,7 +336,7 @@ class FollowerJobs:
             np.frombuffer(each, np.int32) for each in (job.device_pages, job.host_pages)
         )
         copy = self._copier.save if job.to_host else self._copier.load
-        copy(PageCopies(device, host)).future.result()
+        copy(PageCopies(device, host)).result()
         return b""
 
     def _read(self, reading: int, path: str) -> bytes:

@@ -9,6 +9,7 @@ continue. If the rest were saved too, both parts would evict each other forever.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,24 +24,17 @@ from engine.offload.host_cache import HostCache
 from engine.offload.tier_index import TierEntry
 
 
-class TierCopy(Protocol):
-    @property
-    def done(self) -> bool:
-        """Return whether the copy is done. Raise the error of a failed copy."""
-        ...
-
-
 class TierCopier(Protocol):
     """Copies pages concurrently with steps. Saves run in order, and so do loads."""
 
-    def save(self, copies: PageCopies) -> TierCopy: ...
+    def save(self, copies: PageCopies) -> Future[None]: ...
 
-    def load(self, copies: PageCopies) -> TierCopy: ...
+    def load(self, copies: PageCopies) -> Future[None]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    copy: TierCopy
+    copy: Future[None]
     device: Ints
     host: Ints
     kept: Sequence[TierEntry]
@@ -59,7 +53,7 @@ class TierCopies:
         return bool(self._jobs)
 
     def add(
-        self, copy: TierCopy, device: Ints, kept: Sequence[TierEntry], then: Callable[[], None]
+        self, copy: Future[None], device: Ints, kept: Sequence[TierEntry], then: Callable[[], None]
     ) -> None:
         """Add a copy that has begun.
 
@@ -76,8 +70,9 @@ class TierCopies:
         Raises:
             Exception: the error of a failed copy. It is fatal.
         """
-        while self._jobs and self._jobs[0].copy.done:
+        while self._jobs and self._jobs[0].copy.done():
             job = self._jobs.popleft()
+            job.copy.result()
             job.then()
             self._pages.drop(job.device, PageHolder.COPY)
             self._host.unpin(job.kept, job.host)

@@ -15,37 +15,15 @@ from numpy.typing import NDArray
 
 from engine.batch.batch import Ints, PageCopies
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
+from engine.offload.saves import TierCopier
 
 _Bytes = NDArray[np.uint8]
 
 
-class PageCopy:
-    """A copy in progress.
-
-    Attributes:
-        future: completes when the copy is done.
-    """
-
-    def __init__(self, future: Future[None]) -> None:
-        self.future = future
-
-    @property
-    def done(self) -> bool:
-        """Return whether the copy is done. Raises the error of a failed copy."""
-        if not self.future.done():
-            return False
-        self.future.result()
-        return True
-
-
-class Copier(Protocol):
+class Copier(TierCopier, Protocol):
     """Copies pages, see PageCopier."""
 
     notify: Callable[[], None]
-
-    def save(self, copies: PageCopies) -> PageCopy: ...
-
-    def load(self, copies: PageCopies) -> PageCopy: ...
 
     def close(self) -> None: ...
 
@@ -60,36 +38,26 @@ class PageCopier:
 
     def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
         self.notify: Callable[[], None] = lambda: None
-        copy_out, copy_in = _copies(pool, host_pool)
-        self._out = _Direction("save-pages", copy_out)
-        self._in = _Direction("load-pages", copy_in)
+        self._copy_out, self._copy_in = _copies(pool, host_pool)
+        self._saving = ThreadPoolExecutor(1, "save-pages")
+        self._loading = ThreadPoolExecutor(1, "load-pages")
 
-    def save(self, copies: PageCopies) -> PageCopy:
+    def save(self, copies: PageCopies) -> Future[None]:
         """Copy device[i] -> host[i], after all earlier copies in this direction."""
-        return self._out.submit(copies, lambda: self.notify())
+        return self._noted(self._saving.submit(self._copy_out, copies))
 
-    def load(self, copies: PageCopies) -> PageCopy:
+    def load(self, copies: PageCopies) -> Future[None]:
         """Copy host[i] -> device[i], after all earlier copies in this direction."""
-        return self._in.submit(copies, lambda: self.notify())
+        return self._noted(self._loading.submit(self._copy_in, copies))
 
     def close(self) -> None:
         """Wait for copies in progress, and cancel queued ones."""
-        for direction in (self._out, self._in):
-            direction.close()
+        for thread in (self._saving, self._loading):
+            thread.shutdown(cancel_futures=True)
 
-
-class _Direction:
-    def __init__(self, name: str, copy: Callable[[PageCopies], None]) -> None:
-        self._copy = copy
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    def submit(self, copies: PageCopies, notify: Callable[[], None]) -> PageCopy:
-        future = self._thread.submit(self._copy, copies)
-        future.add_done_callback(lambda _: notify())
-        return PageCopy(future)
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+    def _noted(self, copy: Future[None]) -> Future[None]:
+        copy.add_done_callback(lambda _: self.notify())
+        return copy
 
 
 def _copies(

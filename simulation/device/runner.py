@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +106,6 @@ def _shape(batch: ScheduleBatch) -> StepShape:
     return StepShape(tuple(counts.tolist()), tuple(batch.ends.tolist()))
 
 
-class SimCopy:
-    """A copy, see TierCopy."""
-
-    done = False
-
-
 class SimCopier:
     """Copies pages, see TierCopier. A page is torn if it changes while it is copied.
 
@@ -126,10 +121,10 @@ class SimCopier:
         self._pool, self._host_pool = pool, host_pool
         self._out, self._in = (_Direction(cost, page_bytes, lambda: self.notify()) for _ in "oi")
 
-    def save(self, copies: PageCopies) -> SimCopy:
+    def save(self, copies: PageCopies) -> Future[None]:
         return self._out.submit(self._pool, copies.device_pages, self._host_pool, copies.host_pages)
 
-    def load(self, copies: PageCopies) -> SimCopy:
+    def load(self, copies: PageCopies) -> Future[None]:
         return self._in.submit(self._host_pool, copies.host_pages, self._pool, copies.device_pages)
 
     def close(self) -> None:
@@ -148,15 +143,15 @@ class _Direction:
         self._waiting: deque[Callable[[], None]] = deque()  # starts of later copies
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, source: Words, pages: Ints, target: Words, target_pages: Ints) -> SimCopy:
-        copy = SimCopy()
+    def submit(self, source: Words, pages: Ints, target: Words, target_pages: Ints) -> Future[None]:
+        copy: Future[None] = Future()
 
         def begin() -> None:
             before = source[pages]
 
             def end() -> None:
                 target[target_pages] = torn(before, source[pages])
-                copy.done = True
+                copy.set_result(None)
                 self._timer = None
                 self._begin()
                 self._notify()

@@ -186,10 +186,10 @@ def test_a_copy_to_host_memory_and_back_takes_its_time_and_tears_what_changes(cl
         copier.notify = done.set
         begin = time.monotonic()
         copy = copier.save(PageCopies(pages, pages))
-        assert not copy.done
+        assert not copy.done()
         pool[1] += np.uint64(changed)
         await done.wait()
-        assert copy.done
+        assert copy.done()
         return time.monotonic() - begin
 
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:

@@ -6,47 +6,16 @@ import pytest
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
 from tests.support.engine.engine_rig import Rig
-from tests.support.engine.fake_backend import ManualRunner
 
 EOS = (5, 6, 7, 8, 9, 10)
 
 
-def _manual_rig(**options) -> tuple[Rig, ManualRunner]:
-    rig = Rig(vandal=False, **options)
-    runner = ManualRunner(rig.table, rig.backend)
-    rig.use(runner)
-    return rig, runner
-
-
-def test_a_result_is_processed_while_the_next_forward_runs():
-    rig, runner = _manual_rig()
-    request = rig.add([1, 2, 3], max_tokens=5)
-    try:
-        rig.step()  # launches step 1
-        for done in range(1, 5):
-            runner.allow()  # step `done` may run, the next one may not
-            rig.step()  # launches step done + 1, then processes step `done`
-            assert len(rig.tokens[request.key]) == done
-            assert len(runner.batches) == done + 1
-            assert runner.num_done == done
-        runner.allow()
-        rig.step(2)
-    finally:
-        runner.close()
-    assert rig.tokens[request.key] == rig.expected(request)[0]
-
-
-def test_without_overlap_no_step_is_launched_before_the_result_is_processed():
-    rig, runner = _manual_rig(overlap_schedule=False)
-    request = rig.add([1, 2, 3], max_tokens=3)
-    try:
-        for done in range(1, 4):
-            runner.allow()
-            rig.step()
-            assert len(rig.tokens[request.key]) == done
-            assert len(runner.batches) == done
-    finally:
-        runner.close()
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_is_launched_before_the_last_one_is_done_unless_configured_otherwise(overlap):
+    rig = Rig(overlap_schedule=overlap)
+    rig.add([1, 2, 3], max_tokens=5)
+    rig.complete()
+    assert rig.runner.done_at_launch == [max(0, step - overlap) for step in range(5)]
 
 
 @pytest.mark.parametrize("overlap_prefills", [True, False])

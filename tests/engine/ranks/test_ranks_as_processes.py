@@ -416,13 +416,13 @@ def test_pages_of_every_rank_are_copied_to_host_memory_and_back(tmp_path: Path) 
     with two_ranks(tmp_path) as serving:
         copier, expected = serving.engine.backend.copier, serving.answer(90)
         lose_pages = CopyPages(False, pages.tobytes(), (NUM_PAGES + pages).tobytes())
-        copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        copier.save(PageCopies(pages, pages)).result(PATIENCE_S)
         assert serving.followers.ask(lose_pages).result(PATIENCE_S) == [b""]
         assert serving.answer(90) != expected  # it continues from the prefix cache
         told = threading.Event()
         copier.notify = told.set
         copy = copier.load(PageCopies(pages, pages))
-        assert told.wait(PATIENCE_S) and copy.done
+        assert told.wait(PATIENCE_S) and copy.done()
         assert serving.answer(90) == expected
 
 
@@ -745,9 +745,9 @@ def test_host_memory_of_followers_is_kept_like_that_of_rank_0(tmp_path: Path) ->
     pages = np.arange(NUM_PAGES, dtype=np.int32)
     with two_ranks(tmp_path, offload=offload) as serving:
         copier, expected = serving.engine.backend.copier, serving.answer(90)
-        copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        copier.save(PageCopies(pages, pages)).result(PATIENCE_S)
         serving.engine.equip_followers()
-        copier.load(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        copier.load(PageCopies(pages, pages)).result(PATIENCE_S)
         assert serving.answer(90) == expected  # it continues from the prefix cache
 
 

@@ -149,7 +149,13 @@ class Rig:
         )
         self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)
-        self.use(FakeRunner(self.table, self.backend, poison=given.poison))
+        self.runner = FakeRunner(self.table, self.backend, poison=given.poison)
+        self.loop = EventLoop(
+            self.role,
+            self.runner,
+            overlap=self.config.overlap_schedule,
+            overlap_prefills=self.config.overlap_prefills,
+        )
         self.in_flight: LaunchedBatch | None = None
         self.tokens: dict[int, list[int]] = {}
         self.predicted: dict[int, PredictionUsage] = {}  # of requests with a prediction
@@ -179,14 +185,6 @@ class Rig:
         """Return the engine's next process, on the same files."""
         known = {} if self.store is None else {"namespaces": self.store.whose}
         return Rig(**{**self.given, **known, **changes})
-
-    def use(self, runner: FakeRunner) -> None:
-        self.runner = runner
-        overlap = {
-            "overlap": self.config.overlap_schedule,
-            "overlap_prefills": self.config.overlap_prefills,
-        }
-        self.loop = EventLoop(self.role, runner, **overlap)
 
     def request(
         self,

@@ -6,11 +6,11 @@ every table, of which the first is a full table. Each state page has the number 
 their hash. A test decides the delay of copies and files. Some are executed early and reported late.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,8 +30,9 @@ from engine.core import CoreShape
 from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
 from engine.offload.page_records import PageRecord
 
-DEADLINE_S = 60.0
 VOCABULARY = 97
+Faults = list[FileFault | None]
+T = TypeVar("T")
 
 
 def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
@@ -84,14 +85,13 @@ class FakeLaunched:
     known: Ints
     tokens: Ints | None = None
     runs: AcceptedRuns | None = None
-    done: threading.Event = field(default_factory=threading.Event)
 
     def sample(self) -> None:
         pass
 
     def result(self) -> BatchResult:
-        self.runner.wait_for(self)
-        assert self.tokens is not None
+        while self.tokens is None:
+            self.runner.run_oldest()
         return BatchResult(self.tokens, runs=self.runs)
 
 
@@ -128,7 +128,7 @@ class FakeRunner:
     def launch(self, batch: ScheduleBatch) -> FakeLaunched:
         if batch.layers is not None and batch.layers.first:
             assert self._split is not None  # its inputs are those of the first group
-            launched = replace(self._split, batch=batch, done=threading.Event())
+            launched = replace(self._split, batch=batch)
         else:
             launched = FakeLaunched(
                 batch,
@@ -145,15 +145,10 @@ class FakeRunner:
         self._queue.append(launched)
         return launched
 
-    def wait_for(self, launched: FakeLaunched) -> None:
-        while not launched.done.is_set():
-            self.run_oldest()
-
     def run_oldest(self) -> None:
         launched = self._queue.popleft()
         launched.tokens, launched.runs = self._forward(launched)
         self.num_done += 1
-        launched.done.set()
 
     def _forward(self, launched: FakeLaunched) -> tuple[Ints, AcceptedRuns | None]:
         batch, size = launched.batch, self._table.page_size
@@ -231,63 +226,24 @@ class FakeRunner:
         return next_token(kv.astype(np.int64), self._vocabulary_size)
 
 
-class ManualRunner(FakeRunner):
-    """A runner whose forwards run on a thread, each when the test allows it."""
+class LateFuture(Future[T]):
+    """A future whose work is done when it is polled for the last time, or before.
 
-    def __init__(self, table: SlotTable, backend: "FakeBackend") -> None:
-        super().__init__(table, backend)
-        self._allowed = threading.Semaphore(0)
-        self._waiting = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._closed = False
-        self._thread.start()
+    Args:
+        left: polls until it is done.
+    """
 
-    def allow(self, steps: int = 1) -> None:
-        self._allowed.release(steps)
+    def __init__(self, work: Callable[[], None], left: int) -> None:
+        super().__init__()
+        self._work = work
+        self._left = left
 
-    def launch(self, batch: ScheduleBatch) -> FakeLaunched:
-        launched = super().launch(batch)
-        self._waiting.release()
-        return launched
-
-    def close(self) -> None:
-        self._closed = True
-        self._allowed.release()
-        self._waiting.release()
-        self._thread.join(DEADLINE_S)
-
-    def wait_for(self, launched: FakeLaunched) -> None:
-        assert launched.done.wait(DEADLINE_S), "the test did not let this forward run"
-
-    def _work(self) -> None:
-        while True:
-            self._allowed.acquire()
-            self._waiting.acquire()
-            if self._closed:
-                return
-            self.run_oldest()
-
-
-@dataclass(eq=False)
-class FakeCopy:
-    copier: "FakeCopier"
-    copies: PageCopies
-    loads: bool
-    left: int  # polls until it is done
-    moved: bool = False
-
-    @property
     def done(self) -> bool:
-        if self.left:
-            self.left -= 1
+        if self._left:
+            self._left -= 1
             return False
-        self.move()
-        return True
-
-    def move(self) -> None:
-        if not self.moved:
-            self.moved = True
-            self.copier.move(self.copies, loads=self.loads)
+        self._work()
+        return super().done()
 
 
 @dataclass(eq=False)
@@ -302,10 +258,10 @@ class FakeCopier:
     delays: deque[int] = field(default_factory=deque)
     num_copies: int = 0
 
-    def save(self, copies: PageCopies) -> FakeCopy:
+    def save(self, copies: PageCopies) -> Future[None]:
         return self._begin(copies, loads=False)
 
-    def load(self, copies: PageCopies) -> FakeCopy:
+    def load(self, copies: PageCopies) -> Future[None]:
         return self._begin(copies, loads=True)
 
     def move(self, copies: PageCopies, *, loads: bool) -> None:
@@ -322,27 +278,19 @@ class FakeCopier:
             host[copies.host_pages] = kv[copies.device_pages]
             backend.on_host |= {there: backend.written_in.get(page) for page, there in pairs}
 
-    def _begin(self, copies: PageCopies, *, loads: bool) -> FakeCopy:
+    def _begin(self, copies: PageCopies, *, loads: bool) -> Future[None]:
         self.num_copies += 1
         delay = self.delays.popleft() if self.delays else 0
-        copy = FakeCopy(self, copies, loads, delay)
+
+        def move() -> None:
+            if not Future.done(copy):
+                self.move(copies, loads=loads)
+                copy.set_result(None)
+
+        copy = LateFuture[None](move, delay)
         if self.num_copies % 3 == 0:
-            copy.move()
+            move()
         return copy
-
-
-class LateFuture(Future[list[FileFault | None]]):
-    def __init__(self, work: Callable[[], None], left: int) -> None:
-        super().__init__()
-        self._work = work
-        self._left = left  # polls until it is done
-
-    def done(self) -> bool:
-        if self._left:
-            self._left -= 1
-            return False
-        self._work()
-        return super().done()
 
 
 @dataclass(eq=False)
@@ -370,7 +318,7 @@ class LateFiles:
     def found(self) -> Iterator[tuple[int, PageRecord]]:
         return self.files.found()
 
-    def write(self, writes: Sequence[SlotWrite]) -> LateFuture:
+    def write(self, writes: Sequence[SlotWrite]) -> LateFuture[Faults]:
         def work() -> None:
             self.whose |= {each.slot: self.backend.on_host.get(each.host_page) for each in writes}
             future.set_result(self.files.write(writes))
@@ -381,7 +329,7 @@ class LateFiles:
             self._catch_up(future)
         return future
 
-    def read(self, reads: Sequence[SlotRead]) -> LateFuture:
+    def read(self, reads: Sequence[SlotRead]) -> LateFuture[Faults]:
         def work() -> None:
             if not Future.done(future):
                 self.backend.on_host |= {
@@ -405,9 +353,9 @@ class LateFiles:
             self._in_order.popleft()()
         self.files.close()
 
-    def _future(self, work: Callable[[], None]) -> LateFuture:
+    def _future(self, work: Callable[[], None]) -> LateFuture[Faults]:
         self.num_calls += 1
-        return LateFuture(work, self.delays.popleft() if self.delays else 0)
+        return LateFuture[Faults](work, self.delays.popleft() if self.delays else 0)
 
     def _catch_up(self, future: LateFuture) -> None:
         """Execute all earlier writes, and this one."""
