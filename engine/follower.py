@@ -20,6 +20,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
 from engine.adapters.adapters import adapter_directory
+from engine.batch.graph_shapes import GraphShape
 from engine.build import measured_room, pages_of
 from engine.footprint import largest_forward
 from engine.kv_cache.kv import KVPool
@@ -40,22 +41,29 @@ from engine.ranks.forking import forked
 from engine.ranks.meeting import meeting_of
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
+    CaptureGraph,
+    EndRanks,
     FromFollower,
     MeasureRank,
+    Ping,
     RankFailed,
+    RankJob,
     RankLoaded,
     RankMeasured,
     RankReady,
     RankStarted,
+    ReplaceHostPages,
+    SampleStep,
     StartRank,
     StartSteps,
     ToFollower,
 )
-from engine.ranks.rank_groups import open_groups
+from engine.ranks.rank_groups import RankGroups, open_groups
 from engine.ranks.ring import StepRing
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.graphs import CudaRecorder
-from engine.runner.ranked import follow
+from engine.runner.launch_message import Launch
+from engine.runner.ranked import FollowedSteps
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
 from engine.update import WeightsInMemory, WeightSource
@@ -67,6 +75,9 @@ OpenTransfer: TypeAlias = Callable[[Share, KVPool, KVLayout], TransferTaker]
 
 log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
+_step_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Launch | SampleStep | CaptureGraph | EndRanks | Ping | RankJob
+)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -144,6 +155,36 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)
     follow(steps, ring, forwards, ranks, jobs)
     transfer.close()
+
+
+def follow(
+    steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: FollowerJobs
+) -> None:
+    """Run the steps and jobs of rank 0 until it ends.
+
+    Never waits for a step, because rank 0 is at most a few steps ahead. Waits for the capture of a
+    graph.
+
+    Args:
+        forwards: forwards over a stream that ends the process if a step fails.
+    """
+    followed = FollowedSteps(forwards, ranks, ring)
+    while packet := steps.recv(MAX_PACKET_BYTES):
+        match _step_decoder.decode(packet):
+            case Launch() as launch:
+                followed.run(launch, jobs.adapter)
+            case SampleStep():
+                followed.sample_now()
+            case CaptureGraph(shape=shape):
+                followed.forwards.capture(GraphShape(*shape), choice=False)
+            case Ping():
+                jobs.report(followed.sent)
+            case RankJob(number=number, job=ReplaceHostPages(num_pages=num_pages)):
+                followed.use(jobs.with_host_pages(number, num_pages, followed.forwards))
+            case EndRanks():
+                return
+            case RankJob(number=number, job=job):
+                jobs.take(number, job, followed.sent)
 
 
 def _record_experts(config: EngineConfig, model: Model, share: Share, num_tokens: int) -> None:

@@ -7,22 +7,20 @@ memory of the whole device is not used, because another node may start on it at 
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from common.errors import ConfigError
 from engine.adapters.adapters import AdapterBank, AdapterManager
 from engine.adapters.library import AdapterCache
-from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.ranks import Stage
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
-from engine.runner.runner import make_runner
-from engine.runner.staged import StageRehearsal
+from engine.runner.runner import ModelRunner, make_runner
+from engine.runner.staged import rehearse_stage
 from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
@@ -45,17 +43,6 @@ class MemoryFootprint:
     @property
     def total(self) -> int:
         return self.state + self.forward + self.graphs
-
-
-class MeasuredForward(Protocol):
-    """The part of ModelRunner that is measured."""
-
-    @property
-    def graph_shapes(self) -> tuple[GraphShape, ...]: ...
-
-    def rehearse(self, num_tokens: int) -> None: ...
-
-    def capture(self, shape: GraphShape) -> None: ...
 
 
 def measure_footprint(
@@ -82,7 +69,7 @@ def measure_footprint(
     num_tokens = largest_forward(shape, max_running)
     stream = open_stream(device)
 
-    def make() -> MeasuredForward:
+    def make() -> ModelRunner:
         table = SlotTable(
             max_running,
             shape.context_length,
@@ -91,7 +78,7 @@ def measure_footprint(
             layout.state_pages,
             max_drafts,
         )
-        runner = make_runner(
+        return make_runner(
             model,
             KVPool(layout, 1, device),
             HostPool(layout, 0, device),
@@ -101,13 +88,9 @@ def measure_footprint(
             stream,
             CudaRecorder() if graphs else None,
         )
-        if stage is None:
-            return runner
-        assert isinstance(runner.forwards, Forwards)
-        return StageRehearsal(runner.builder.rehearsals, runner.forwards, stage)
 
     try:
-        footprint = footprint_of(make, num_tokens, device)
+        footprint = footprint_of(make, num_tokens, device, stage)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a forward of {num_tokens} tokens does not fit into the {free / 2**30:.2f} GiB that "
@@ -126,14 +109,21 @@ def largest_forward(shape: EngineShape, max_running: int) -> int:
 
 
 def footprint_of(
-    make_runner: Callable[[], MeasuredForward], num_tokens: int, device: torch.device
+    make_runner: Callable[[], ModelRunner],
+    num_tokens: int,
+    device: torch.device,
+    stage: Stage | None = None,
 ) -> MemoryFootprint:
     """Return the memory of a runner, from its creation to its graphs. The runner is deleted
     afterwards."""
     before = _in_use(device)
     runner = make_runner()
     state = _in_use(device) - before
-    runner.rehearse(num_tokens)
+    if stage is None:
+        runner.rehearse(num_tokens)
+    else:
+        assert isinstance(runner.forwards, Forwards)
+        rehearse_stage(runner.builder.rehearsals, num_tokens, runner.forwards, stage)
     # Includes memory that the forward has freed, because the allocator keeps it for the next one.
     forward = torch.cuda.memory_reserved(device) - before - state
     # The largest graph allocates the memory that all graphs share. The largest choice of tokens

@@ -61,6 +61,16 @@ class TokenSampling(Protocol):
         ...
 
 
+class SharedSampling:
+    """A choice in which other ranks take part. Base of TokenSampling."""
+
+    def columns(self) -> Sequence[HostColumn]:
+        return ()
+
+    def parameters(self) -> None:
+        return None
+
+
 # Both take the sampling work, its columns to upload, and the destination of the results. The first
 # one launches the sampling of a launched forward. The second one returns it as work of the forward
 # stream.

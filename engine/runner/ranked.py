@@ -5,12 +5,10 @@ order: sums of layers, gathers of logits, and broadcasts of drafts and tokens. F
 head to the same inputs and have no other sampling work.
 """
 
-import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -24,20 +22,12 @@ from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import HostColumn
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
-from engine.ranks import Group, Stage
-from engine.ranks.messages import (
-    MAX_PACKET_BYTES,
-    CaptureGraph,
-    EndRanks,
-    Job,
-    Ping,
-    RankJob,
-    ReplaceHostPages,
-    SampleStep,
-)
+from engine.ranks import Group
+from engine.ranks.messages import MAX_PACKET_BYTES, CaptureGraph
+from engine.ranks.processes import Followers
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS, StepRing
-from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
+from engine.runner.forwards import BegunStep, Draw, Forwards, SharedSampling, TokenSampling
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
 from engine.runner.staged import StagedForwards, launch_without_head
 from engine.runner.step import Step, StepOutput
@@ -51,12 +41,9 @@ _TOKEN_BYTES = 64  # bytes per token of a step, without its locations: ids, posi
 _PAGE_BYTES = 16  # bytes per page of a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Launch | SampleStep | CaptureGraph | EndRanks | Ping | RankJob
-)
 
 
-class _Leading:
+class _Leading(SharedSampling):
     """The sampling of rank 0, which broadcasts all drawn tokens."""
 
     def __init__(self, sampling: TokenSampling, group: Group) -> None:
@@ -65,9 +52,6 @@ class _Leading:
 
     def columns(self) -> Sequence[HostColumn]:
         return self._sampling.columns()
-
-    def parameters(self) -> None:
-        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         draw = self._sampling.draws(sent, early)
@@ -80,18 +64,12 @@ class _Leading:
         return replace(sampled, tokens=self._group.broadcast(sampled.tokens))
 
 
-class _Following:
+class _Following(SharedSampling):
     """The sampling of a follower with a part of the head. It receives all drawn tokens."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self._device = device
-
-    def columns(self) -> Sequence[HostColumn]:
-        return ()
-
-    def parameters(self) -> None:
-        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         return lambda logits, places: self._received(len(logits))
@@ -108,29 +86,13 @@ class _Following:
         return self._group.broadcast(received)
 
 
-class StepSender(Protocol):
-    """The connection from rank 0 to the followers, as steps need it.
-
-    Attributes:
-        steps_sent: number of steps that rank 0 has begun.
-        steps_done: number of steps that rank 0 has finished.
-    """
-
-    steps_sent: int
-    steps_done: int
-
-    def send(self, header: bytes) -> None:
-        """Send the header of a step or a CaptureGraph to all followers, without waiting."""
-        ...
-
-
 class LeadingForwards:
     """The forwards of rank 0, with the interface of Forwards. Engine thread only."""
 
     def __init__(
         self,
         forwards: Forwards | StagedForwards,
-        followers: StepSender,
+        followers: Followers,
         ranks: RankGroups,
         ring: StepRing,
     ) -> None:
@@ -214,7 +176,7 @@ class _CountedEvent:
 
     event: StreamEvent
     number: int  # steps up to this one
-    followers: StepSender
+    followers: Followers
 
     @property
     def is_done(self) -> bool:
@@ -255,112 +217,49 @@ class SentSteps:
         return self._events[-1 - newer] if 0 <= newer < len(self._events) else None
 
 
-class Jobs(Protocol):
-    """Work of a follower other than steps."""
-
-    def report(self, steps: "SentSteps") -> None:
-        """Reply to a Ping."""
-        ...
-
-    def take(self, number: int, job: Job, steps: "SentSteps") -> None:
-        """Begin a job, without waiting."""
-        ...
-
-    def adapter(self, identity: AdapterId) -> LoraAdapter:
-        """Return this rank's part of an adapter."""
-        ...
-
-    def with_host_pages(self, number: int, num_pages: int, forwards: Forwards) -> Forwards:
-        """Return the forwards over other host pages. Called between steps, for a job."""
-        ...
-
-
-class _StepFollower(Protocol):
-    """Runs steps on a follower."""
-
-    def run(self, step: Step) -> StreamEvent:
-        """Enqueue a step. Return an event after which its pages are written."""
-        ...
-
-    def sample_now(self) -> None: ...
-
-
-class _OnlyStage:
-    def __init__(self, forwards: Forwards, ranks: RankGroups) -> None:
-        self._forwards = forwards
-        self._sampling = _Following(ranks.own, forwards.device)
-
-    def run(self, step: Step) -> StreamEvent:
-        return self._forwards.launch(step, self._sampling, StepOutput())
-
-    def sample_now(self) -> None:
-        pass
-
-
-class _FirstStage:
-    def __init__(self, forwards: Forwards, ranks: RankGroups, stage: Stage) -> None:
-        self._forwards = StagedForwards(forwards, stage)
-        self._sampling = _Following(ranks.own, forwards.device)
-
-    def run(self, step: Step) -> StreamEvent:
-        if step.rows is None:
-            return self._forwards.launch(step, self._sampling, StepOutput())
-        begun = self._forwards.launch_forward(step, self._sampling)
-        begun.sample(self._sampling, (), StepOutput())
-        return begun.event
-
-    def sample_now(self) -> None:
-        self._forwards.sample_now()
-
-
-class _LastStage:
-    def __init__(self, forwards: Forwards) -> None:
-        self._forwards = forwards
-
-    def run(self, step: Step) -> StreamEvent:
-        return launch_without_head(self._forwards, step)
-
-    def sample_now(self) -> None:
-        pass
-
-
-def _step_follower(forwards: Forwards, ranks: RankGroups) -> _StepFollower:
-    stage = ranks.share.stage
-    if stage is None:
-        return _OnlyStage(forwards, ranks)
-    return _FirstStage(forwards, ranks, stage) if stage.is_first else _LastStage(forwards)
-
-
-def follow(
-    steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: Jobs
-) -> None:
-    """Run the steps and jobs of rank 0 until it ends.
-
-    Never waits for a step, because rank 0 is at most a few steps ahead. Waits for the capture of a
-    graph.
+class FollowedSteps:
+    """The steps of rank 0 on a follower.
 
     Args:
         forwards: forwards over a stream that ends the process if a step fails.
+        ring: has the blocks of the steps.
     """
-    sent, follower = SentSteps(), _step_follower(forwards, ranks)
-    while packet := steps.recv(MAX_PACKET_BYTES):
-        match _decoder.decode(packet):
-            case Launch() as launch:
-                step = decode(launch, ring.block(sent.number), jobs.adapter)
-                sent.add(_ended(step, follower.run(step), forwards, ranks))
-            case SampleStep():
-                follower.sample_now()
-            case CaptureGraph(shape=shape):
-                forwards.capture(GraphShape(*shape), choice=False)
-            case Ping():
-                jobs.report(sent)
-            case RankJob(number=number, job=ReplaceHostPages(num_pages=num_pages)):
-                forwards = jobs.with_host_pages(number, num_pages, forwards)
-                follower = _step_follower(forwards, ranks)
-            case EndRanks():
-                return
-            case RankJob(number=number, job=job):
-                jobs.take(number, job, sent)
+
+    def __init__(self, forwards: Forwards, ranks: RankGroups, ring: StepRing) -> None:
+        self.sent = SentSteps()
+        self._ranks = ranks
+        self._ring = ring
+        self._stage = ranks.share.stage
+        self._sampling = _Following(ranks.own, forwards.device)
+        self.use(forwards)
+
+    def use(self, forwards: Forwards) -> None:
+        """Run later steps by other forwards."""
+        self.forwards = forwards
+        stage = self._stage
+        self._first = StagedForwards(forwards, stage) if stage and stage.is_first else None
+
+    def run(self, launch: Launch, adapter: Callable[[AdapterId], LoraAdapter]) -> None:
+        """Enqueue a step. `adapter`: see `decode`."""
+        step = decode(launch, self._ring.block(self.sent.number), adapter)
+        self.sent.add(_ended(step, self._launch(step), self.forwards, self._ranks))
+
+    def sample_now(self) -> None:
+        if self._first is not None:
+            self._first.sample_now()
+
+    def _launch(self, step: Step) -> StreamEvent:
+        """Return an event after which the pages of a step are written."""
+        sampling, first = self._sampling, self._first
+        if self._stage is None:
+            return self.forwards.launch(step, sampling, StepOutput())
+        if first is None:
+            return launch_without_head(self.forwards, step)
+        if step.rows is None:
+            return first.launch(step, sampling, StepOutput())
+        begun = first.launch_forward(step, sampling)
+        begun.sample(sampling, (), StepOutput())
+        return begun.event
 
 
 def largest_step(

@@ -24,7 +24,7 @@ from engine.batch.upload import HostColumn
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
-from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
+from engine.runner.forwards import BegunStep, Draw, Forwards, SharedSampling, TokenSampling
 from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent
 from engine.sampling.choice_graphs import Recorder
@@ -53,7 +53,7 @@ class _Sampling:
         self.event.wait()
 
 
-class _Received:
+class _Received(SharedSampling):
     """A sampling of hidden states that come back from the last stage."""
 
     def __init__(self, sampling: TokenSampling, stage: Stage) -> None:
@@ -62,9 +62,6 @@ class _Received:
 
     def columns(self) -> Sequence[HostColumn]:
         return self._sampling.columns()
-
-    def parameters(self) -> None:
-        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         return self._sampling.draws(sent, early)
@@ -160,14 +157,8 @@ class StagedForwards:
         self.sample_now()
 
 
-class _NotSampling:
+class _NotSampling(SharedSampling):
     """The sampling of a rank without a head, which has no drafts either."""
-
-    def columns(self) -> Sequence[HostColumn]:
-        return ()
-
-    def parameters(self) -> None:
-        return None
 
     def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
         raise EngineFault("drafts need all layers in one stage")
@@ -182,38 +173,23 @@ def launch_without_head(forwards: Forwards, step: Step) -> StreamEvent:
     return forwards.launch(headless, _NotSampling(), StepOutput())
 
 
-class StageRehearsal:
-    """The largest steps of a rank of a stage, to measure its memory. Each rank samples for itself.
-    There are no graphs.
+def rehearse_stage(
+    rehearsals: Callable[[int, ModelSpec], Iterator[tuple[Step, SamplingInputs]]],
+    num_tokens: int,
+    forwards: Forwards,
+    stage: Stage,
+) -> None:
+    """Run the largest steps of a rank of a stage, see ModelRunner.rehearse. Each rank samples for
+    itself. The ranks of the other stage do the same at the same time.
 
     Args:
         rehearsals: StepBuilder.rehearsals of the engine.
     """
-
-    graph_shapes: tuple[GraphShape, ...] = ()
-
-    def __init__(
-        self,
-        rehearsals: Callable[[int, ModelSpec], Iterator[tuple[Step, SamplingInputs]]],
-        forwards: Forwards,
-        stage: Stage,
-    ) -> None:
-        self._rehearsals = rehearsals
-        self._forwards = forwards
-        self._stage = stage
-
-    def rehearse(self, num_tokens: int) -> None:
-        """See ModelRunner. The ranks of the other stage do the same at the same time."""
-        spec = _without_drafter(self._forwards.spec)
-        for step, sampling in self._rehearsals(num_tokens, spec):
-            if not self._stage.is_first:
-                launch_without_head(self._forwards, step).wait()
-                continue
-            first = StagedForwards(self._forwards, self._stage)
-            first.launch(step, sampling, StepOutput()).wait()
-
-    def capture(self, shape: GraphShape) -> None:
-        raise EngineFault("no graph is captured with stages")
+    for step, sampling in rehearsals(num_tokens, _without_drafter(forwards.spec)):
+        if stage.is_first:
+            StagedForwards(forwards, stage).launch(step, sampling, StepOutput()).wait()
+        else:
+            launch_without_head(forwards, step).wait()
 
 
 def _without_drafter(spec: ModelSpec) -> ModelSpec:

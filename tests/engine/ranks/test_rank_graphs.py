@@ -26,6 +26,7 @@ from engine import footprint as footprint_module
 from engine import load as engine_load
 from engine.adapters.adapters import bank_of, no_adapters
 from engine.build import plan
+from engine.follower import follow
 from engine.footprint import MemoryFootprint, measure_footprint
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
@@ -37,7 +38,7 @@ from engine.ranks.messages import RankJob, ReplaceHostPages
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.runner.forwards import Forwards
-from engine.runner.ranked import LeadingForwards, follow
+from engine.runner.ranked import LeadingForwards
 from engine.runner.runner import ModelRunner
 from engine.runner.stream import WorkerStream
 from engine.sizing import NCCL_BYTES, part_of, resolve_shape
@@ -118,7 +119,7 @@ def two_ranks(loadable: LoadableModel) -> Iterator[TwoRanks]:
 
     follower = threading.Thread(target=run)
     follower.start()
-    sender = Sender(here)
+    sender: Any = Sender(here)
     assert isinstance(steps.runner.forwards, Forwards)
     ranks = RankGroups(shares[0], ThreadGroup(0, meeting))
     leading = LeadingForwards(steps.runner.forwards, sender, ranks, ring)

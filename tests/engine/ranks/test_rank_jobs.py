@@ -120,7 +120,7 @@ class Sender:
 
 
 def test_rank_0_counts_its_completed_steps() -> None:
-    followers = Sender()
+    followers: Any = Sender()
     events = [_CountedEvent(Step(), number, followers) for number in (1, 2, 3)]
     for number in (0, 2, 1, 2):  # in any order, and more than once
         events[number].wait()

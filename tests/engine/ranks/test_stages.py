@@ -14,7 +14,7 @@ from engine.models.spec import LoadTarget
 from engine.ranks import Share, Stage
 from engine.runner.forwards import Forwards
 from engine.runner.runner import ModelRunner
-from engine.runner.staged import StagedForwards, StageRehearsal, launch_without_head
+from engine.runner.staged import StagedForwards, launch_without_head, rehearse_stage
 from tests.support.engine.steps import Steps, prompt
 from tests.support.engine.thread_ranks import run_ranks
 from tests.support.models.checkpoints import make_checkpoint
@@ -112,7 +112,7 @@ def test_both_stages_warm_up_together(tmp_path: Path) -> None:
             return forward(batch, *beside)
 
         model.forward = noted  # type: ignore[method-assign]
-        StageRehearsal(runner.builder.rehearsals, runner.forwards, stage).rehearse(64)
+        rehearse_stage(runner.builder.rehearsals, 64, runner.forwards, stage)
         steps.close()
         return seen
 

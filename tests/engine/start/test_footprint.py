@@ -150,7 +150,7 @@ def test_the_measured_runner_has_all_parts_and_its_largest_step(measuring, monke
     def runner(model, pool, host_pool, table, features, adapters, stream, recorder):
         return features, table.max_drafts
 
-    def measure(make_runner, num_tokens, device):
+    def measure(make_runner, num_tokens, device, stage):
         measured.append((make_runner(), num_tokens))
         return MemoryFootprint(1, 2, 3)
 
