@@ -7,6 +7,7 @@ it.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -67,15 +68,16 @@ class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="Launch"):
     """The first fields of a Launch, for processes that forward steps without decoding them.
 
     Attributes:
-        tensors: dtype, shape and offset in the block, per tensor.
+        tensors: dtype, shape and offset in the block, per tensor, by part of the step.
     """
 
-    tensors: tuple[tuple[Literal["int32", "int64"], tuple[int, ...], int], ...]
+    tensors: tuple[tuple[tuple[Literal["int32", "int64"], tuple[int, ...], int], ...], ...]
 
     @property
     def block_bytes(self) -> int:
         """Return the number of bytes of the block that tensors use."""
-        ends = (start + _ITEM_BYTES[dtype] * prod(shape) for dtype, shape, start in self.tensors)
+        tensors = chain.from_iterable(self.tensors)
+        ends = (start + _ITEM_BYTES[dtype] * prod(shape) for dtype, shape, start in tensors)
         return max(ends, default=0)
 
 

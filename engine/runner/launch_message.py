@@ -5,7 +5,6 @@ own copies. Images are sent by position only, because another rank encodes them.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import TypeAlias
 
 import msgspec
@@ -28,23 +27,11 @@ from kernels.adapters.low_rank import TokensBySlot
 Block: TypeAlias = NDArray[np.uint8]
 
 
-class StepParts(msgspec.Struct, frozen=True, array_like=True):
-    """Number of columns of each part of a step, in order."""
-
-    rows: int
-    given: int
-    early: int
-    adapters: int
-    scored: int
-    swap_out: int
-    swap_in: int
-
-
 class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The header of an encoded step.
 
     Attributes:
-        columns: dtype, shape and offset in the block, in bytes.
+        columns: dtype, shape and offset in the block, in bytes, by part of the step.
         seen: number of tokens of each visible image, and `place`, `row` and `at` of VisibleImage.
         given: token positions in the step at which input embeddings begin.
         chosen, num_prompt: see HeadInputs.
@@ -53,8 +40,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         extends: see ForwardBatch.
     """
 
-    columns: tuple[tuple[str, tuple[int, ...], int], ...]
-    parts: StepParts
+    columns: tuple[tuple[tuple[str, tuple[int, ...], int], ...], ...]
     num_decodes: int
     extends: tuple[tuple[int, int], ...]
     graph: GraphShape | None
@@ -77,14 +63,12 @@ def encode(step: Step, block: Block) -> Launch:
     rows, speculated = step.rows, step.speculated
     fills = () if step.adapters is None else step.adapters.fills
     parts = _parts(step)
-    columns = [column for part in parts for column in part]
-    starts = pack(columns, block)
+    starts = iter(pack([column for part in parts for column in part], block))
     return Launch(
         tuple(
-            (column.dtype.name, column.shape, start)
-            for column, start in zip(columns, starts, strict=True)
+            tuple((column.dtype.name, column.shape, next(starts)) for column in part)
+            for part in parts
         ),
-        StepParts(*map(len, parts)),
         0 if rows is None else rows.num_decodes,
         () if rows is None else rows.extends,
         step.graph,
@@ -104,9 +88,8 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     Args:
         adapter: returns this rank's part of an adapter.
     """
-    views = iter([_view(block, *each) for each in launch.columns])
     rows, given, early, adapters, scored, swap_out, swap_in = (
-        [*islice(views, count)] for count in msgspec.structs.astuple(launch.parts)
+        [_view(block, *each) for each in part] for part in launch.columns
     )
     images = (VisibleImage(None, 0, *one) for one in launch.seen)
     embeddings = (
@@ -131,7 +114,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
 
 
 def _parts(step: Step) -> Sequence[Sequence[HostColumn]]:
-    """Return the columns of a step, by part in the order of StepParts."""
+    """Return the columns of a step, by part, in the order in which `decode` reads them."""
     return (
         () if step.rows is None else step.rows.columns(),
         [one.values.numpy() for one in _given(step.rows)],

@@ -67,7 +67,7 @@ def step(tensors: Sequence[np.ndarray], block: np.ndarray) -> bytes:
         block[start : start + tensor.nbytes] = tensor.view(np.uint8).reshape(-1)
         views.append((str(tensor.dtype), tensor.shape, start))
         start += tensor.nbytes
-    return encoder.encode(StepHeader(tuple(views)))
+    return encoder.encode(StepHeader((tuple(views),)))
 
 
 class PlayedProcess:

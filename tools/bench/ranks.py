@@ -256,7 +256,7 @@ def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
     with running(2, directory, lambda: _config(model, 1, 1, _GROUP_ROWS)) as nodes:
 
         def answer(node: GroupNode) -> None:
-            node.add(*_requests(_GROUP_ROWS, steps, 0))
+            node.submit(*_requests(_GROUP_ROWS, steps, 0))
             node.wait()
 
         return _elapsed_s([partial(answer, node) for node in nodes[:busy]])

@@ -13,7 +13,7 @@ from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason, Request
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
-from tests.engine.ranks.scheduler_role import SchedulerRole
+from tests.support.engine.scheduler_role import SchedulerRole
 from tests.support.models.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import cpu_config
 
@@ -48,9 +48,7 @@ class Pools(SchedulerRole):
         return self.add(tokens, sampling=sampled, pooling=pooling)
 
     def run(self) -> None:
-        in_flight = None
-        while self.scheduler.has_work or in_flight is not None:
-            in_flight = self.loop.step(in_flight)
+        super().run()
         self.scheduler.check_idle()
 
 

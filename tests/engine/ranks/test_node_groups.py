@@ -22,9 +22,9 @@ from engine.ranks.expert_exchange import ExpertExchange
 from engine.scheduler.next_rows import MAX_PASSES
 from node.control.operations import EngineOperations
 from node.messages import PrepareWeights, PutWeights, ReleaseMemory, TakeWeights
-from tests.engine.ranks.scheduler_role import EVERY_SAMPLING, config_of, prompt, sampled
 from tests.engine.ranks.test_ranks_as_processes import Serving
 from tests.support.engine.group_nodes import GroupNode, running
+from tests.support.engine.scheduler_role import EVERY_SAMPLING, config_of, prompt, sampled
 from tests.support.engine.thread_ranks import run_ranks
 from tests.support.hardware.devices import CPU
 from tests.support.models.checkpoints import make_checkpoint
@@ -48,7 +48,7 @@ def answers_of_one(config: EngineConfig, requests: Requests) -> dict[int, list[i
 
 
 def submit(node: GroupNode, requests: Requests) -> None:
-    node.add(
+    node.submit(
         *(
             make_request(tokens, key=key, sampling=sampling)
             for key, (tokens, sampling) in enumerate(requests, start=1)

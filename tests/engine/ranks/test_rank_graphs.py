@@ -1,8 +1,6 @@
 """Ranks warm up, measure and capture graphs of steps together. Threads stand in for the ranks,
 and graphs execute their work again."""
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from engine import footprint as footprint_module
 from engine import load as engine_load
 from engine.adapters.adapters import bank_of, no_adapters
 from engine.build import plan
-from engine.follower import follow
 from engine.footprint import MemoryFootprint, measure_footprint
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
@@ -35,16 +32,13 @@ from engine.models.decoder import Decoder
 from engine.models.spec import LoadTarget
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import RankJob, ReplaceHostPages
-from engine.ranks.rank_groups import RankGroups
-from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.runner.forwards import Forwards
-from engine.runner.ranked import LeadingForwards
 from engine.runner.runner import ModelRunner
 from engine.runner.stream import WorkerStream
 from engine.sizing import NCCL_BYTES, part_of, resolve_shape
 from tests.engine.start.test_footprint import FakeGpu
 from tests.support.engine.steps import Steps, prompt
-from tests.support.engine.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, run_ranks
+from tests.support.engine.thread_ranks import Meeting, ThreadGroup, followed, run_ranks
 from tests.support.hardware.tapes import RepeatRecorder
 from tests.support.models.checkpoints import make_checkpoint, read_spec
 from tests.support.models.drafters import make_mtp
@@ -52,22 +46,10 @@ from tests.support.models.drafters import make_mtp
 CPU = torch.device("cpu")
 GIB = 1 << 30
 MTP = SpeculativeConfig(method="mtp")
-BLOCK_BYTES = whole_pages(1 << 20)
 
 
 def rows_of(recorder: RepeatRecorder) -> list[int]:
     return [rows for rows, _ in recorder.replays]
-
-
-class Sender:
-    """One follower, as rank 0 sees it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.steps_sent = self.steps_done = 0
-        self._end = end
-
-    def send(self, header: bytes) -> None:
-        self._end.send(header, socket.MSG_DONTWAIT)
 
 
 @dataclass(frozen=True)
@@ -94,8 +76,6 @@ def two_ranks(loadable: LoadableModel) -> Iterator[TwoRanks]:
     models = [loadable.load(LoadTarget(CPU, torch.float32, share=share)) for share in shares]
     graphs = RepeatRecorder(), RepeatRecorder()
     steps = Steps(models[0], share=shares[0], recorder=graphs[0])
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ring = StepRing(ring_memory(BLOCK_BYTES), BLOCK_BYTES)
     sizes = steps.runner.builder.sizes(models[0].spec)
     spec = models[1].spec
     layout = part_of(KVLayout.of(spec.layers, 16, torch.float32, None, spec.draft), shares[1])
@@ -108,29 +88,14 @@ def two_ranks(loadable: LoadableModel) -> Iterator[TwoRanks]:
         ),
     )
 
-    def run() -> None:
-        try:
-            forwards = Forwards(models[1], *pools, bank, stream, sizes, graphs[1])
-            follow(there, ring, forwards, RankGroups(shares[1], ThreadGroup(1, meeting)), jobs)
-        finally:
-            meeting.leave()
-            stream.close()
-            there.close()
-
-    follower = threading.Thread(target=run)
-    follower.start()
-    sender: Any = Sender(here)
-    assert isinstance(steps.runner.forwards, Forwards)
-    ranks = RankGroups(shares[0], ThreadGroup(0, meeting))
-    leading = LeadingForwards(steps.runner.forwards, sender, ranks, ring)
-    steps.runner = ModelRunner(steps.runner.builder, leading)
-    try:
+    first = steps.runner.forwards
+    assert isinstance(first, Forwards)
+    second = Forwards(models[1], *pools, bank, stream, sizes, graphs[1])
+    with followed(first, second, meeting, jobs) as (leading, sender):
+        steps.runner = ModelRunner(steps.runner.builder, leading)
         yield TwoRanks(steps, graphs, sender.send)
         steps.close()
-    finally:
-        here.close()
-        meeting.leave()
-        follower.join(PATIENCE_S)
+    stream.close()
 
 
 def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:

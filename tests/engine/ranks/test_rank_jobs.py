@@ -46,8 +46,8 @@ from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from engine.update import WeightsInMemory, WeightSource
 from kernels.cuda.virtual_memory import VirtualMemory
-from tests.engine.ranks.scheduler_role import config_of
 from tests.engine.ranks.test_ranks_as_processes import PATIENCE_S, two_ranks
+from tests.support.engine.scheduler_role import config_of
 from tests.support.hardware.devices import CPU
 from tests.support.hardware.virtual_memory import HostDriver, host_memory
 from tests.support.models.checkpoints import make_checkpoint

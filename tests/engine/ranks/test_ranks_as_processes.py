@@ -27,13 +27,11 @@ from safetensors.torch import save_file
 from common import logs
 from common.config import (
     EngineConfig,
-    InputEmbeddingsConfig,
     OffloadConfig,
     RoutedExpertsConfig,
 )
 from common.errors import ConfigError, InvalidRequest
 from common.process.polling import poll_ready
-from common.request import GIVEN_TOKEN, InputEmbeddings
 from engine.adapters.stored import WEIGHTS
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build
@@ -47,7 +45,8 @@ from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.offload.test_files_of_an_engine import bring_four_pages, poll_until
-from tests.engine.ranks.scheduler_role import (
+from tests.support.engine.measuring_follower import FREE_BYTES
+from tests.support.engine.scheduler_role import (
     EVERY_SAMPLING,
     NUM_PAGES,
     Make,
@@ -55,13 +54,14 @@ from tests.engine.ranks.scheduler_role import (
     adapted,
     config_of,
     drafted,
+    given,
     plain,
     prompt,
     sampled,
     serve_adapters,
+    serve_given,
     serve_text,
 )
-from tests.support.engine.measuring_follower import FREE_BYTES
 from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.models.drafters import make_hybrid_mtp, make_mtp
 from tests.support.models.tiny_models import make_tiny
@@ -91,7 +91,7 @@ class Serving(SchedulerRole):
         self.use(engine, config)
         balancer = engine.balancer
         role = self if balancer is None else RebalancingRole(self, balancer)
-        self._loop = EventLoop(role, engine.runner)
+        self.loop = EventLoop(role, engine.runner)
 
     @property
     def followers(self) -> Followers:
@@ -122,11 +122,6 @@ class Serving(SchedulerRole):
         self.add(prompt(length), sampling=sampled())
         self.run()
         return self.answers[self.added]
-
-    def run(self) -> None:
-        in_flight = None
-        while self.scheduler.has_work or in_flight is not None:
-            in_flight = self._loop.step(in_flight)
 
     def close(self) -> None:
         self.engine.close()
@@ -196,22 +191,6 @@ def borrowed(kind: str) -> Make:
 
 def seeing(**fields: Any) -> Make:
     return lambda root: {"model": str(make_vision_checkpoint(root, **fields))}
-
-
-def given(root: Path) -> dict[str, Any]:
-    model = str(make_checkpoint(root, "qwen3"))
-    return {"model": model, "input_embeddings": InputEmbeddingsConfig(enabled=True)}
-
-
-def serve_given(serving: Serving) -> None:
-    """Serve input embeddings in chunks, beside a prompt of tokens."""
-    rng, hidden = np.random.default_rng(5), serving.engine.model.spec.hidden_size
-    for length in (5, 70):
-        values = rng.normal(0, 0.02, (length, hidden)).astype(np.float32).tobytes()
-        embeddings = InputEmbeddings.of(values, length)
-        serving.add([GIVEN_TOKEN] * length, input_embeddings=embeddings, sampling=sampled())
-        serving.add(prompt(length), sampling=sampled())
-    serving.run()
 
 
 # Other families and drafters: test_parts_of_models.py (threads), test_steps_from_bytes.py (bytes).

@@ -1,12 +1,13 @@
-"""A second rank runs every step of the first one from bytes, and has the same logits and pages."""
+"""A second rank runs every step of the first one from bytes, and has the same pages."""
 
 import contextlib
 import copy
 import queue
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,21 +21,18 @@ from common.config import EngineConfig, SpeculativeConfig
 from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.adapters.adapters import bank_of
-from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleImage
-from engine.batch.upload import HostColumn
-from engine.build import Engine, build
+from engine.build import build
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.loop.loop import EventLoop
-from engine.models import Model
-from engine.runner.forwards import Forwards
-from engine.runner.launch_message import Launch, block_bytes, decode, encode
+from engine.models.vision.seeing import ReceivingTower
+from engine.runner.forwards import BegunStep, Forwards
+from engine.runner.launch_message import block_bytes
+from engine.runner.ranked import LeadingForwards
 from engine.runner.runner import ModelRunner
 from engine.runner.step import Step, StepOutput
 from engine.runner.stream import StreamEvent, WorkerStream
-from engine.sampling.composition import SampledTokens
-from engine.sampling.heads import HiddenStates
-from tests.engine.ranks.scheduler_role import (
+from tests.support.engine.scheduler_role import (
     EVERY_POOLING,
     EVERY_SAMPLING,
     NUM_PAGES,
@@ -50,179 +48,51 @@ from tests.engine.ranks.scheduler_role import (
     serve_every_sampling,
     serve_text,
 )
+from tests.support.engine.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, followed
 from tests.support.hardware.tapes import RepeatRecorder
 from tests.support.models.drafters import make_draft, make_hybrid_mtp, make_mtp
 from tests.support.models.vision import make_vision_checkpoint, picture, with_images
 
-PATIENCE_S = 120.0
-HEADER_BYTES = 1000
 
+class Sending(LeadingForwards):
+    """The forwards of rank 0, which keep the steps that they have sent."""
 
-class Wire:
-    """The tensors that the first rank's forward stream sends to the second one's, in order."""
-
-    def __init__(self) -> None:
-        self._sent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-
-    def send(self, tensor: Tensor) -> Tensor:
-        self._sent.put(tensor.clone())
-        return tensor
-
-    def receive(self) -> Tensor:
-        return self._sent.get(timeout=PATIENCE_S)
-
-    def receive_same(self, tensor: Tensor) -> None:
-        sent = self.receive()
-        assert sent.dtype == tensor.dtype and torch.equal(sent, tensor)
-
-
-class Sending:
-    """The heads of the first rank's model."""
-
-    def __init__(self, heads: Any, wire: Wire) -> None:
-        self.labels = heads.labels
-        self._heads, self._wire = heads, wire
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._wire.send(self._heads.logits(hidden))
-
-
-class FirstSampling:
-    """The sampling of the first rank, which sends logits and tokens."""
-
-    def __init__(self, sampling: Any, wire: Wire) -> None:
-        self._sampling, self._wire = sampling, wire
-
-    def columns(self) -> Sequence[HostColumn]:
-        return self._sampling.columns()
-
-    def parameters(self) -> None:
-        return None  # both ranks take part in the choice
-
-    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
-        draw, wire = self._sampling.draws(sent, early), self._wire
-        return lambda logits, places: wire.send(draw(wire.send(logits), places))
-
-    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        states = replace(states, model=Sending(states.model, self._wire))
-        sampled = self._sampling.sample(states, sent)
-        self._wire.send(sampled.tokens)
-        return sampled
-
-
-class SecondSampling:
-    """The second rank does no sampling: it applies the head and receives the tokens."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def columns(self) -> Sequence[HostColumn]:
-        return ()
-
-    def parameters(self) -> None:
-        return None  # both ranks take part in the choice
-
-    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
-        def draw(logits: Tensor, places: Tensor) -> Tensor:
-            self._wire.receive_same(logits)
-            return self._wire.receive()
-
-        return draw
-
-    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        for logits in states.logits():
-            self._wire.receive_same(logits)
-        return SampledTokens(self._wire.receive())
-
-
-class SendingTower:
-    """The image encoder of the first rank."""
-
-    def __init__(self, tower: Any, wire: Wire) -> None:
-        self._tower, self._wire = tower, wire
-
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> Any:
-        features = self._tower.embed(seen, x)
-        for part in seen:
-            self._wire.send(x[part.place : part.place + part.last - part.first])
-        return features
-
-
-class ReceivingTower:
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> Any:
-        for part in seen:
-            x[part.place : part.place + part.last - part.first] = self._wire.receive()
-        return ()
-
-
-@dataclass(eq=False)
-class Following:
-    """A step that the second rank runs, and the first rank's result."""
-
-    event: StreamEvent
-    output: StepOutput
-    expected: StepOutput = field(default_factory=StepOutput)
-
-
-class TwoRanks:
-    """The forwards of two ranks instead of one. Every step is sent to the second one as bytes."""
-
-    def __init__(self, first: Forwards, second: Forwards, wire: Wire, engine: Engine) -> None:
-        self.spec, self.graph_of = first.spec, first.graph_of
-        self.graph_shapes = first.graph_shapes
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sent: queue.SimpleQueue[Step] = queue.SimpleQueue()
+        self.followed: queue.SimpleQueue[StreamEvent] = queue.SimpleQueue()
+        self._num_open = 0
         self.seen: set[str] = set()
-        self._first, self._second, self._wire = first, second, wire
-        self._adapters = engine.adapters.library
-        self._running: list[Following] = []
 
-    def capture(self, shape: GraphShape) -> None:
-        self._first.capture(shape, choice=False)
-        self._second.capture(shape, choice=False)
-
-    def launch(self, step: Step, sampling: Any, output: StepOutput) -> Any:
-        self._follow(step).expected = output
-        return self._first.launch(step, FirstSampling(sampling, self._wire), output)
-
-    def launch_forward(self, step: Step, sampling: Any) -> Any:
+    def launch_forward(self, step: Step, sampling: Any) -> BegunStep:
         self.seen.add("late sampling")
-        following, wire = self._follow(step), self._wire
-        begun = self._first.launch_forward(step, FirstSampling(sampling, wire))
+        return super().launch_forward(step, sampling)
 
-        def launch_sampling(whole: Any, added: Sequence[Tensor], output: StepOutput) -> Any:
-            following.expected = output
-            return begun.sample(FirstSampling(whole, wire), added, output)
-
-        return replace(begun, sample=launch_sampling)
-
-    def settle(self, left: int = 0) -> None:
-        """Wait until no more than `left` steps are launched, and compare their results."""
-        while len(self._running) > left:
-            following = self._running.pop(0)
-            following.event.wait()
-            expected, output = following.expected, following.output
-            assert torch.equal(expected.tokens, output.tokens)
-            verified = expected.verified, output.verified
-            assert (verified[0] is None) == (verified[1] is None)
-            for one, other in () if None in verified else (verified,):
-                assert torch.equal(one, other)
-
-    def _follow(self, step: Step) -> "Following":
-        self.settle(left=2)  # the first rank has finished all steps but two
+    def _send(self, step: Step) -> None:
         self.seen |= set(_features(step))
-        block = np.empty(block_bytes(step), np.uint8)
-        header = msgspec.msgpack.encode(encode(step, block))
-        assert len(header) < HEADER_BYTES
-        sent = np.frombuffer(bytearray(block.tobytes()), np.uint8)
-        block[:] = 0xFF
-        received = decode(msgspec.msgpack.decode(header, type=Launch), sent, self._adapters.hold)
-        check_same(step, received)
-        output = StepOutput()
-        event = self._second.launch(received, SecondSampling(self._wire), output)
-        self._running.append(Following(event, output))
-        return self._running[-1]
+        self.sent.put(step)
+        self._num_open += 1
+        super()._send(step)
+        sender: Any = self._followers
+        assert 0 <= block_bytes(step) - sender.header.block_bytes < 16  # up to the next alignment
+
+    def settle(self) -> None:
+        """Wait until the follower has run all steps."""
+        while self._num_open:
+            self.followed.get(timeout=PATIENCE_S).wait()
+            self._num_open -= 1
+
+
+class Following(Forwards):
+    """The forwards of a follower, which compare each step with the one that was sent."""
+
+    sending: Sending
+
+    def launch(self, step: Step, sampling: Any, output: StepOutput) -> StreamEvent:
+        check_same(self.sending.sent.get(timeout=PATIENCE_S), step)
+        event = super().launch(step, sampling, output)
+        self.sending.followed.put(event)
+        return event
 
 
 def check_same(one: Any, other: Any) -> None:
@@ -282,7 +152,7 @@ class Serving(SchedulerRole):
     def __init__(self, config: EngineConfig, recorder: Any = None) -> None:
         super().__init__()
         self.use(engine := build(config), config)
-        layout, device, wire = engine.shape.layout, engine.model.device, Wire()
+        layout, device, meeting = engine.shape.layout, engine.model.device, Meeting(2)
         self.pools = (
             KVPool(layout, engine.shape.num_pages, device),
             HostPool(layout, engine.shape.num_host_pages, device),
@@ -290,25 +160,29 @@ class Serving(SchedulerRole):
         for pool in (engine.pool, engine.backend.host_pool, *self.pools):
             pool.tensor.fill_(0xFF)  # NaN
         model: Any = engine.model
-        copied: Model = copy.copy(model)
+        copied: Any = copy.copy(model)
         if model.seeing is not None:
-            model.seeing, copied.seeing = SendingTower(model.seeing, wire), ReceivingTower(wire)
-        runner, self._stream = engine.runner, WorkerStream()
+            model.seeing._group, copied.seeing = ThreadGroup(0, meeting), None
+            copied.receiving = ReceivingTower(ThreadGroup(1, meeting), 0)
+        runner = engine.runner
         bank = bank_of(config.lora, model, free=1 << 40)
         sizes = replace(runner.builder.sizes(model.spec), sampling_bytes=0)
-        first = runner.forwards.with_host_pool(engine.backend.host_pool, recorder)
-        second = Forwards(copied, *self.pools, bank, self._stream, sizes, recorder)
-        self.ranks = TwoRanks(first, second, wire, engine)
-        mine = ModelRunner(runner.builder, self.ranks)  # type: ignore[arg-type]
+        first: Any = runner.forwards.with_host_pool(engine.backend.host_pool, recorder)
+        self._exits = contextlib.ExitStack()
+        self._exits.callback(engine.close)
+        stream = self._exits.enter_context(contextlib.closing(WorkerStream()))
+        second = Following(copied, *self.pools, bank, stream, sizes, recorder)
+        jobs: Any = SimpleNamespace(adapter=engine.adapters.library.hold)
+        self.ranks, _ = self._exits.enter_context(followed(first, second, meeting, jobs, Sending))
+        second.sending = self.ranks
+        mine = ModelRunner(runner.builder, self.ranks)
         for shape in mine.graph_shapes:
             mine.capture(shape)
         self.loop = EventLoop(self, mine)
 
     def run(self) -> None:
         """Run until all requests have ended, and compare the memory of the two ranks."""
-        in_flight = None
-        while self.scheduler.has_work or in_flight is not None:
-            in_flight = self.loop.step(in_flight)
+        super().run()
         self.ranks.settle()
         assert self.ended == self.added
         for ours, theirs in zip(
@@ -317,8 +191,7 @@ class Serving(SchedulerRole):
             assert torch.equal(ours.tensor, theirs.tensor)
 
     def close(self) -> None:
-        self._stream.close()
-        self.engine.close()
+        self._exits.close()
 
 
 def serve_pooled(serving: Serving) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import select
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +19,7 @@ from engine.loop.loop import EventLoop
 from engine.loop.step_clock import StepClock
 from engine.ranks.lockstep import ShutdownStage
 from engine.ranks.node_group import NodeGroup, join_group
+from tests.support.engine.scheduler_role import SchedulerRole
 
 PATIENCE_S = 60.0
 
@@ -35,11 +36,11 @@ def join_all(size: int, directory: Path, wakes: Sequence[int], timeout_s: float)
         return [each.result(PATIENCE_S) for each in reversed(joining)]
 
 
-class GroupNode:
+class GroupNode(SchedulerRole):
     """A node of a group that only schedules. It sleeps until it is woken."""
 
     def __init__(self, config: EngineConfig, group: NodeGroup, wake: int) -> None:
-        self.answers: dict[int, list[int]] = defaultdict(list)
+        super().__init__()
         self.group = group
         self.draining = False
         self.drain_noticed = 0
@@ -49,8 +50,7 @@ class GroupNode:
         self._arrived: deque[Request] = deque()
         self._num_open = 0
         self._done = threading.Condition()
-        self.engine = build(config, group=group)
-        self.scheduler = self.engine.scheduler(config, lambda request, holding: None)
+        self.use(build(config, group=group), config)
         self.clock = StepClock()
         runner: Any = self.engine.runner
         model: Any = self.engine.model
@@ -67,7 +67,7 @@ class GroupNode:
         grouped = GroupedRunner(runner, runner.forwards, model, exchange, lockstep)
         self.loop = EventLoop(role, grouped, clock=self.clock)
 
-    def add(self, *requests: Request) -> None:
+    def submit(self, *requests: Request) -> None:
         """Submit requests. For any thread."""
         with self._done:
             self._num_open += len(requests)
@@ -84,25 +84,16 @@ class GroupNode:
 
     def poll(self) -> None:
         while self._arrived:
-            request = self._arrived.popleft()
-            self.engine.adapters.hold(request)
-            assert self.engine.adapters.take_slot(request)
-            self.scheduler.add(request)
+            self.schedule(self._arrived.popleft())
 
-    def next_batch(self) -> ScheduleBatch | None:
-        return self.scheduler.next_batch()
-
-    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        outcome = self.scheduler.finish(batch, result)
-        for key, token in zip(outcome.requests, outcome.tokens, strict=True):
-            self.answers[int(key)].append(int(token))
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> Any:
+        outcome = super().finish(batch, result)
+        if len(outcome.tokens):
             self.has_token.set()
-        for finished in outcome.finished:
-            assert not finished.finish.error
-            self.engine.adapters.release(finished.request.key)
-            with self._done:
-                self._num_open -= 1
-                self._done.notify_all()
+        with self._done:
+            self._num_open -= len(outcome.finished)
+            self._done.notify_all()
+        return outcome
 
     def idle(self) -> None:
         self.is_asleep.set()

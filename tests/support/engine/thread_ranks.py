@@ -1,17 +1,29 @@
 """The ranks of a node as threads of one process."""
 
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
+from engine.follower import follow
 from engine.ranks import Share
+from engine.ranks.messages import CaptureGraph, RankJob, StepHeader
+from engine.ranks.rank_groups import RankGroups
+from engine.ranks.ring import StepRing, ring_memory, whole_pages
+from engine.runner.forwards import Forwards
+from engine.runner.ranked import LeadingForwards
 
 PATIENCE_S = 120.0
+BLOCK_BYTES = whole_pages(1 << 20)
 T = TypeVar("T")
+Leading = TypeVar("Leading", bound=LeadingForwards)
+_relayed = msgspec.msgpack.Decoder(StepHeader | CaptureGraph | RankJob)
 
 
 class Meeting:
@@ -84,3 +96,46 @@ def run_ranks(size: int, work: Callable[[Share], T]) -> list[T]:
         if not isinstance(error, broken):
             raise error
     return [each.result() for each in running]
+
+
+class Sender:
+    """One follower, as rank 0 sees it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.steps_sent = self.steps_done = 0
+        self._end = end
+
+    def send(self, header: bytes) -> None:
+        self.header = _relayed.decode(header)  # as on the way to other hosts
+        self._end.send(header, socket.MSG_DONTWAIT)
+
+
+@contextmanager
+def followed(
+    first: Forwards,
+    second: Forwards,
+    meeting: Meeting,
+    jobs: Any,
+    leading: type[Leading] = LeadingForwards,
+) -> Iterator[tuple[Leading, Sender]]:
+    """Run the steps of the first of two ranks on the second one, too, in a thread."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ring = StepRing(ring_memory(BLOCK_BYTES), BLOCK_BYTES)
+    ours, theirs = (RankGroups(Share(rank, 2), ThreadGroup(rank, meeting)) for rank in range(2))
+
+    def run() -> None:
+        try:
+            follow(there, ring, second, theirs, jobs)
+        finally:
+            meeting.leave()
+            there.close()
+
+    follower = threading.Thread(target=run)
+    follower.start()
+    sender: Any = Sender(here)
+    try:
+        yield leading(first, sender, ours, ring), sender
+    finally:
+        here.close()
+        meeting.leave()
+        follower.join(PATIENCE_S)

@@ -10,15 +10,18 @@ import numpy as np
 from common.config import (
     CacheConfig,
     EngineConfig,
+    InputEmbeddingsConfig,
     LoraConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
+from common.request import GIVEN_TOKEN, InputEmbeddings
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 from engine.build import Engine
+from engine.loop.loop import EventLoop
 from tests.support.models.adapters import make_adapter
 from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.specs import cpu_config, make_request
@@ -54,6 +57,13 @@ class SchedulerRole:
     def use(self, engine: Engine, config: EngineConfig) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler(config, lambda request, holding: None)
+        self.loop = EventLoop(self, engine.runner)
+
+    def run(self) -> None:
+        """Run until all requests have ended."""
+        in_flight = None
+        while self.scheduler.has_work or in_flight is not None:
+            in_flight = self.loop.step(in_flight)
 
     def poll(self) -> None:
         pass
@@ -78,10 +88,13 @@ class SchedulerRole:
         self.added += 1
         named = {"adapter": self.engine.adapters.library.names()[adapter]} if adapter else {}
         request = make_request(tokens, key=self.added, **named, **options)
+        self.schedule(request)
+        return request
+
+    def schedule(self, request: Request) -> None:
         self.engine.adapters.hold(request)
         assert self.engine.adapters.take_slot(request)
         self.scheduler.add(request)
-        return request
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -158,6 +171,22 @@ def drafted(
         return {"model": str(model), "speculative": speculative}
 
     return made
+
+
+def given(root: Path) -> dict[str, Any]:
+    model = str(make_checkpoint(root, "qwen3"))
+    return {"model": model, "input_embeddings": InputEmbeddingsConfig(enabled=True)}
+
+
+def serve_given(serving: SchedulerRole) -> None:
+    """Serve input embeddings in chunks, beside a prompt of tokens."""
+    rng, hidden = np.random.default_rng(5), serving.engine.model.spec.hidden_size
+    for length in (5, 70):
+        values = rng.normal(0, 0.02, (length, hidden)).astype(np.float32).tobytes()
+        embeddings = InputEmbeddings.of(values, length)
+        serving.add([GIVEN_TOKEN] * length, input_embeddings=embeddings, sampling=sampled())
+        serving.add(prompt(length), sampling=sampled())
+    serving.run()
 
 
 def adapted(*preload: str) -> Make:
