@@ -15,7 +15,7 @@ import msgspec
 
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
 MOST_PAGES = 4096  # pages per CopyPages or EraseSlots
-_ITEM_BYTES = {"int32": 4, "int64": 8}
+_ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4}
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +71,9 @@ class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="Launch"):
         tensors: dtype, shape and offset in the block, per tensor, by part of the step.
     """
 
-    tensors: tuple[tuple[tuple[Literal["int32", "int64"], tuple[int, ...], int], ...], ...]
+    tensors: tuple[
+        tuple[tuple[Literal["int32", "int64", "float32"], tuple[int, ...], int], ...], ...
+    ]
 
     @property
     def block_bytes(self) -> int:

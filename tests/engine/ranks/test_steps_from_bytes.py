@@ -41,11 +41,13 @@ from tests.support.engine.scheduler_role import (
     adapted,
     config_of,
     drafted,
+    given,
     plain,
     prompt,
     sampled,
     serve_adapters,
     serve_every_sampling,
+    serve_given,
     serve_text,
 )
 from tests.support.engine.thread_ranks import PATIENCE_S, Meeting, ThreadGroup, followed
@@ -272,12 +274,13 @@ CASES = {
     "images": Case(
         vision, serve_images, {"images", "rotary positions of images", "drafts", "early rows"}
     ),
+    "input embeddings": Case(given, serve_given, {"images", "mixed"}, 40),
     "adapters": Case(adapted(*"abc"), serve_adapters, {"adapters", "fills", "mixed"}),
 }
 
 
 # Together these have nearly every field of a step. The others take a minute.
-QUICK = ("dense", "windows", "ngram", "images", "adapters")
+QUICK = ("dense", "windows", "ngram", "images", "input embeddings", "adapters")
 
 
 @pytest.mark.parametrize(
