@@ -5,16 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from engine.adapters.adapters import AdapterManager
-from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
-from engine.models import Model
 from engine.offload.page_files import FileThreads, PageFiles
 from engine.runner.copier import Copier, PageCopier
-from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import DeviceStream, open_stream
-from engine.sampling.choice_graphs import Recorder
-from engine.sampling.composition import SamplingFeatures
 from engine.sizing import EngineShape
 from kernels.cuda.virtual_memory import VirtualMemory
 
@@ -65,14 +59,3 @@ class TorchBackend:
         memory = self.host_pool.tensor.numpy()
         files = PageFiles(root, memory, version=version, num_bytes=num_bytes)
         return FileThreads(files, lambda: self.copier.notify())
-
-    def runner(
-        self,
-        model: Model,
-        table: SlotTable,
-        features: SamplingFeatures,
-        adapters: AdapterManager,
-        recorder: Recorder | None = None,
-    ) -> ModelRunner:
-        pages = self.pool, self.host_pool
-        return make_runner(model, *pages, table, features, adapters, self.stream, recorder)

@@ -47,7 +47,7 @@ from engine.ranks.processes import Followers
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import LeadingForwards, largest_step
-from engine.runner.runner import ModelRunner, SplitRunner
+from engine.runner.runner import ModelRunner, SplitRunner, make_runner
 from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
@@ -436,7 +436,8 @@ def assemble(
         core.table, spec.vocabulary_size, spec.eos_token_ids, backend.shape.device
     )
     recorder = _recorder(config, model.device)
-    runner = backend.runner(model, core.table, features, adapters, recorder)
+    pages, stream = (backend.pool, backend.host_pool), backend.stream
+    runner = make_runner(model, *pages, core.table, features, adapters, stream, recorder)
     if loaded.followers is not None:
         runner = _leading(runner, config, loaded.followers, backend)
         source = AdaptersOfRanks(source, loaded.followers)

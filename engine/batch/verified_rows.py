@@ -17,27 +17,6 @@ from kernels.sampling.verify import DraftRows, verify_drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VerifiedDrafts:
-    """The tokens of a VERIFY step after verification.
-
-    Attributes:
-        columns: int32 [num_rows, 2 + most tokens of a row, or more], see `verify_drafts`.
-    """
-
-    columns: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """Number of new tokens of each row, int32 [num_rows]."""
-        return self.columns[:, 0].contiguous()
-
-    def last_places(self, batch: ForwardBatch) -> Tensor:
-        """Return the place of each row's last accepted token among the step's tokens, int64
-        [num_rows]."""
-        return (batch.query_starts[:-1] + self.counts).long() - 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRows:
     """The rows of one step to verify, on the device.
 
@@ -54,8 +33,10 @@ class VerifiedRows:
 
     def verify(
         self, batch: ForwardBatch, sampled: Tensor, newest: Tensor, rejected: Tensor
-    ) -> VerifiedDrafts:
+    ) -> Tensor:
         """Compare drafts with samples. Runs on the forward stream with all tensors on the device.
+        Return the number of new tokens of each row, and the tokens, as `verify_drafts` does: int32
+        [num_rows, 2 + most].
 
         Args:
             batch: the computed step.
@@ -65,12 +46,7 @@ class VerifiedRows:
         rows = DraftRows(batch.query_starts, batch.token_ids, batch.slots, self.num_rows)
         verified = sampled.new_empty(len(batch.slots), 2 + self.most)
         verify_drafts(rows, sampled, newest, rejected, verified)
-        return VerifiedDrafts(verified)
-
-
-def runs_of(columns: NDArray[np.int32]) -> AcceptedRuns:
-    """Return the new tokens of rows, from `VerifiedDrafts.columns` in host memory."""
-    return AcceptedRuns(columns[:, 2:], columns[:, 0])
+        return verified
 
 
 def standing(

@@ -20,6 +20,7 @@ from engine.batch.verified_rows import VerifiedRows
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.layer import LateStates
+from engine.models.decoder import SplitForward
 from engine.models.drafting import DraftSteps, EagerDrafts, drawn, sample_places
 from engine.runner.draft_graphs import GraphDrafter
 from engine.runner.graphs import GraphModel, GraphSizes, StepGraphs
@@ -157,18 +158,8 @@ class _Prepared:
     guessed: bool = False
 
 
-class LayersInGroups(Protocol):
-    """A forward whose layers are computed in groups, see SplitForward."""
-
-    def advance(self, past: int) -> None: ...
-
-    def complete(self) -> Tensor: ...
-
-
-# Begins such a forward. Has the arguments of Model.forward.
-BeginLayers: TypeAlias = Callable[
-    [ForwardBatch, KVPool, Tensor, AdapterStep | None], LayersInGroups
-]
+# Begins a forward whose layers are computed in groups. Has the arguments of Model.forward.
+BeginLayers: TypeAlias = Callable[[ForwardBatch, KVPool, Tensor, AdapterStep | None], SplitForward]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +170,7 @@ class GroupedForward:
     step: Step
     sampling: TokenSampling
     begin: BeginLayers
-    begun: tuple[_Prepared, LayersInGroups] | None = None
+    begun: tuple[_Prepared, SplitForward] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -360,7 +351,7 @@ class Forwards:
 
         return self.enqueue(work)
 
-    def _advance(self, forward: GroupedForward, past: int) -> tuple[_Prepared, LayersInGroups]:
+    def _advance(self, forward: GroupedForward, past: int) -> tuple[_Prepared, SplitForward]:
         if forward.begun is None:
             assert forward.step.rows is not None
             prepared = self._prepared(forward.step, forward.step.rows, forward.sampling)
@@ -549,16 +540,16 @@ class Forwards:
         """Verify drafts, and store the newest token of each row for the next step."""
         batch, future = forward.step.batch, self._future
         verified = rows.verify(batch, sampled, future.tokens, future.rejected)
-        output.verified = _to_host(verified.columns)
-        late = forward.late
+        output.verified = _to_host(verified)
+        counts, late = verified[:, 0].contiguous(), forward.late
         if forward.graph is not None:
             assert self._graphs is not None
-            self._graphs.update(forward.graph, verified.counts)
+            self._graphs.update(forward.graph, counts)
         if late is not None and late.has_layers:
             num_drafted = len(batch.token_ids) - batch.num_decodes
-            late.write(batch.states_after(verified.counts), num_drafted)
+            late.write(batch.states_after(counts), num_drafted)
         if late is not None and late.has_drafters:
-            late.continue_from(verified.last_places(batch))
+            late.continue_from((batch.query_starts[:-1] + counts).long() - 1)  # last accepted
 
 
 def _all_to_host(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,7 +30,6 @@ from common.errors import EngineFault
 from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
 from engine.batch.batch import Ints
-from engine.batch.early_rows import row_inputs
 from engine.batch.forward import NUM_VARYING, ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
 from engine.batch.upload import (
@@ -46,7 +45,7 @@ from engine.models.blocks.layer import LateStates
 from engine.runner.draft_graphs import DraftGraphs, GraphDrafter, GraphDrafts
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
-from engine.runner.step import SpeculativeStep
+from engine.runner.step import SpeculativeStep, row_inputs
 from engine.sampling.choice_graphs import (
     NUM_PARAMETERS,
     ChoiceGraphs,
@@ -512,7 +511,7 @@ class StepGraphs:
         return tokens
 
     def verified(self, num_rows: int) -> Tensor:
-        """Return VerifiedDrafts.columns after `run`, valid until the next step."""
+        """Return the result of VerifiedRows.verify after `run`, valid until the next step."""
         return self._choice.verified(num_rows)
 
     def replay(self, shape: GraphShape, num_tokens: int) -> Tensor:

@@ -3,19 +3,13 @@
 They write no page. The content of pages that they read is arbitrary, and so are their results.
 """
 
+from typing import Any
+
 import numpy as np
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.forward import HostBatch
 from engine.batch.graph_shapes import GraphShape
-from engine.batch.upload import HostColumn
-
-
-def decode_rehearsal(
-    num_rows: int, num_tables: int, num_pages: int = 0, state_pages: int = 0
-) -> HostBatch:
-    """Return a decode step of padding rows, with space for `num_pages` page ids."""
-    return padding(GraphShape(num_rows, num_rows), num_tables, num_pages, state_pages)
 
 
 def padding(
@@ -28,19 +22,13 @@ def padding(
     sampled = np.arange(num_rows)
     if shape.is_ragged:
         starts, sampled = shape.padded_starts(np.zeros(1, np.int32)), np.zeros(num_tokens, np.int64)
-    return HostBatch(
-        token_ids=np.zeros(num_tokens, dtype=np.int32),
+    return _over_dummies(
+        *(num_tables, num_pages, state_pages),
         positions=np.zeros(num_tokens, dtype=np.int32),
-        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
         lengths=np.zeros(num_rows, dtype=np.int32),
-        page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
         query_starts=starts,
         sampled=sampled,
-        **_no_states(num_rows, state_pages),
-        page_ids=np.zeros(num_pages, dtype=np.int32),
-        slots=np.arange(num_rows),
         num_decodes=shape.num_decodes,
-        seen=(),
         extends=(),
     )
 
@@ -58,19 +46,13 @@ def mixed_rehearsal(
     starts = np.arange(num_prompt, num_tokens + 1, dtype=np.int32)
     lengths = np.zeros(num_rows, dtype=np.int32)
     lengths[0] = num_prompt
-    return HostBatch(
-        token_ids=np.zeros(num_tokens, dtype=np.int32),
+    return _over_dummies(
+        *(num_tables, -(-num_prompt // page_size), state_pages),
         positions=np.arange(num_tokens, dtype=np.int32),
-        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
         lengths=lengths,
-        page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
         query_starts=np.concatenate((np.zeros(1, dtype=np.int32), starts)),
         sampled=np.arange(num_prompt - 1, num_tokens),
-        **_no_states(num_rows, state_pages),
-        page_ids=np.zeros(-(-num_prompt // page_size), dtype=np.int32),
-        slots=np.arange(num_rows),
         num_decodes=num_decodes,
-        seen=(),
         extends=((num_prompt, num_prompt),),
     )
 
@@ -82,25 +64,19 @@ def verify_rehearsal(
     They start at the given positions, independent of rejected drafts."""
     num_tokens, rows = 2 * num_rows, np.arange(num_rows, dtype=np.int32)
     firsts = np.arange(0, num_tokens, 2)
-    forward = HostBatch(
-        token_ids=np.zeros(num_tokens, dtype=np.int32),
+    forward = _over_dummies(
+        *(num_tables, -(-2 // page_size), state_pages),
         positions=np.arange(num_tokens, dtype=np.int32) % 2,
-        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
         lengths=np.full(num_rows, 2, dtype=np.int32),
-        page_starts=tuple(rows * 0 for _ in range(num_tables)),
         query_starts=np.arange(0, num_tokens + 1, 2, dtype=np.int32),
         sampled=np.concatenate((firsts + 1, firsts)),
-        **_no_states(num_rows, state_pages),
-        page_ids=np.zeros(-(-2 // page_size), dtype=np.int32),
-        slots=rows.astype(np.int64),
         num_decodes=0,
-        seen=(),
         extends=((2, 2),) * num_rows,
     )
     batch = ScheduleBatch(
         step=0,
         mode=ForwardMode.VERIFY,
-        slots=np.arange(num_rows, dtype=np.int32),
+        slots=rows,
         starts=np.ones(num_rows, np.int32),
         ends=np.full(num_rows, 3, np.int32),
         samples=np.ones(num_rows, np.bool_),
@@ -109,13 +85,21 @@ def verify_rehearsal(
     return forward, batch
 
 
-def _no_states(num_rows: int, state_pages: int) -> dict[str, HostColumn]:
-    """Return recurrent states that are read as zeros and not written."""
+def _over_dummies(num_tables: int, num_pages: int, state_pages: int, **columns: Any) -> HostBatch:
+    """Return a step over dummy tokens. It writes no page, reads its recurrent states as zeros, and
+    does not write them."""
+    num_tokens, num_rows = len(columns["positions"]), len(columns["lengths"])
     nowhere = np.full((num_rows, state_pages), -1, dtype=np.int32)
-    marks = np.zeros(num_rows, dtype=np.int32)
-    return {
-        "state_reads": nowhere,
-        "state_writes": nowhere,
-        "state_marks": marks,
-        "state_kept": nowhere,
-    }
+    return HostBatch(
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        locations=tuple(np.full(num_tokens, -1) for _ in range(num_tables)),
+        page_starts=tuple(np.zeros(num_rows, dtype=np.int32) for _ in range(num_tables)),
+        state_reads=nowhere,
+        state_writes=nowhere,
+        state_marks=np.zeros(num_rows, dtype=np.int32),
+        state_kept=nowhere,
+        page_ids=np.zeros(num_pages, dtype=np.int32),
+        slots=np.arange(num_rows),
+        seen=(),
+        **columns,
+    )

@@ -24,13 +24,13 @@ from engine.batch.forward import BatchBuilder, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
-from engine.batch.verified_rows import runs_of, standing
+from engine.batch.verified_rows import standing
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.models.spec import ModelSpec
 from engine.runner.forwards import BeginLayers, Forwards, ForwardSizes, GroupedForward
 from engine.runner.ranked import LeadingForwards
-from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
+from engine.runner.rehearsal import mixed_rehearsal, padding, verify_rehearsal
 from engine.runner.step import NOTHING, SpeculativeStep, Step, StepOutput
 from engine.runner.stream import DeviceStream, StreamEvent
 from engine.sampling.choice_graphs import Recorder
@@ -120,7 +120,7 @@ class StepBuilder:
         num_slots, tables = self._table.num_slots, self._table.tables
         num_tables, state_pages = tables.num_tables, tables.state_pages
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
-        decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
+        decode = padding(GraphShape(num_slots, num_slots), num_tables, state_pages=state_pages)
         for sampling in self._features.rehearsals(num_slots, num_tokens, spec):
             yield _rehearsal(mixed, sampling), sampling
         for sampling in self._features.rehearsals(num_slots, 0, spec):
@@ -179,7 +179,7 @@ class LaunchedStep:
         tokens, samples, runs = self._output.tokens.numpy(), self._batch.samples, None
         if self._output.verified is not None:
             columns = self._output.verified.numpy()
-            tokens, runs = columns[:, 1], runs_of(columns)
+            tokens, runs = columns[:, 1], AcceptedRuns(columns[:, 2:], columns[:, 0])
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
         logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)

@@ -1,7 +1,10 @@
 """One step as every rank computes it: all inputs of a forward without its requests, and the output.
 
 Most steps have no drafts. A step that verifies drafts, or that follows such a step, has additional
-inputs.
+inputs. The latter is launched as if all previous drafts were accepted, because the CPU does not
+know the result yet. On the forward stream the result is known, and each row is moved back by the
+number of rejected drafts (early rows). A drafter's guess belongs to a token index. A moved row
+therefore computes the drafts of its new indices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,6 @@ from torch import Tensor
 
 from engine.adapters.adapters import AdapterBatch
 from engine.batch.batch import TO_GUESS, ForwardMode, PageCopies, ScheduleBatch
-from engine.batch.early_rows import early_columns, row_inputs
 from engine.batch.forward import ForwardBatch, HostBatch
 from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
@@ -22,7 +24,21 @@ from engine.batch.upload import HostColumn
 from engine.batch.verified_rows import VerifiedRows
 from engine.sampling.heads import SAMPLES, HeadInputs
 from engine.sampling.pooling import Pooled
-from kernels.sampling.early_rows import EarlyRows, move_early_rows
+from kernels.sampling.early_rows import EarlyRows, RowInputs, move_early_rows
+
+_NO_GUESSES = np.empty((0, 0), np.int32)
+
+
+def row_inputs(batch: ForwardBatch) -> RowInputs:
+    """Return the inputs that move with early rows."""
+    return RowInputs(
+        batch.token_ids,
+        batch.positions,
+        batch.lengths,
+        batch.locations,
+        batch.page_starts,
+        batch.page_ids,
+    )
 
 
 class SpeculativeStep(msgspec.Struct, frozen=True, eq=False):
@@ -43,9 +59,14 @@ class SpeculativeStep(msgspec.Struct, frozen=True, eq=False):
         """Return the data when a step is launched. `rows`: the step."""
         if batch.early is None and batch.mode is not ForwardMode.VERIFY:
             return NOTHING  # the case of most steps
-        early, most, num_guessed = early_columns(batch, rows, table), 0, 0
-        if batch.mode is ForwardMode.VERIFY:  # the first row has the most tokens
-            most = rows.extends[0][0]
+        early: Sequence[HostColumn] = ()
+        most = num_guessed = 0
+        if batch.early is not None:
+            early = batch.early, _NO_GUESSES  # no row has drafts
+        if batch.mode is ForwardMode.VERIFY:
+            if batch.early is not None:
+                early = batch.early, table.guesses(rows.slots, batch.starts - batch.early)
+            most = rows.extends[0][0]  # the first row has the most tokens
             if np.minimum.reduce(rows.token_ids) == TO_GUESS:  # the smallest number
                 num_guessed = most - 1
         return cls(early, most, num_guessed)
@@ -131,7 +152,7 @@ class StepOutput:
     Attributes:
         logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: vectors of the rows that generate no token.
-        verified: columns of VerifiedDrafts, in place of `tokens`. None: no row had drafts.
+        verified: see VerifiedRows.verify, in place of `tokens`. None: no row had drafts.
     """
 
     tokens: Tensor = _NO_TOKENS

@@ -12,6 +12,7 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.batch.upload import HostColumn
+from engine.models.spec import ModelSpec
 from engine.sampling.feature import FeatureInput, FeatureState, Samples, SamplingFeature
 from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
@@ -25,7 +26,6 @@ from engine.sampling.logprobs import (
 from engine.sampling.pooling import (
     Pooled,
     PoolingFeature,
-    PoolingHeads,
     PoolingWork,
     nothing_sampled,
 )
@@ -306,7 +306,7 @@ class SamplingFeatures:
         return self._works(wanted, late, exact)
 
     def rehearsals(
-        self, num_rows: int, num_tokens: int, heads: PoolingHeads
+        self, num_rows: int, num_tokens: int, spec: ModelSpec
     ) -> Sequence[SamplingInputs]:
         """Return work on dummy rows for warmup.
 
@@ -316,9 +316,9 @@ class SamplingFeatures:
         Args:
             num_tokens: tokens of a prompt in the step. 0: there is no prompt.
         """
-        pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
+        pooling = self._pooled.rehearsal(num_rows, num_tokens, spec)
         pooled = [SamplingInputs(pooling=pooling)] if num_tokens else []
-        if not heads.generates:
+        if not spec.generates:
             return pooled
         columns = self._sampling.rehearsal(num_rows)
         works = tuple(feature.rehearsal(num_rows) for _, feature in self._features)

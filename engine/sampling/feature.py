@@ -84,7 +84,7 @@ class FeatureInput(Protocol):
         Args:
             tokens: int32 [samples of the step], as `sample` returns them.
         """
-        ...
+        return {}
 
 
 class SamplingFeature(Protocol):

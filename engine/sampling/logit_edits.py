@@ -23,7 +23,7 @@ from engine.batch.batch import Ints
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.sampling.feature import FeatureState, Samples
+from engine.sampling.feature import FeatureInput, FeatureState, Samples
 from kernels.sampling.bitmask import FORBIDDEN
 from kernels.sampling.penalties import apply_penalties, count_tokens
 
@@ -32,7 +32,7 @@ Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LogitAdditions:
+class LogitAdditions(FeatureInput):
     """Additions to logits, one entry per logit. Several entries for one logit add up."""
 
     rows: Tensor  # int64, places among the step's samples
@@ -61,9 +61,6 @@ class LogitAdditions:
     def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
         rows, tokens, values = sent
         logits.index_put_((rows, tokens), values, accumulate=True)
-
-    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        return {}
 
 
 def forbidding(tokens: Sequence[int]) -> tuple[Tokens, Values]:

@@ -7,7 +7,7 @@ only the last token counts, the other parts are zero.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from common.requests.pooling import PoolingMode
 from engine.batch.batch import NOT_FINITE, NOT_SAMPLED, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.models.spec import ModelSpec
 from engine.sampling.heads import SCORED_SLICE, HiddenStates
 
 SLICE = 1024  # tokens whose float32 states fit in the reserved memory
@@ -25,16 +26,6 @@ SLICE = 1024  # tokens whose float32 states fit in the reserved memory
 _Rows: TypeAlias = NDArray[np.intp]
 # Parts of results: row numbers, and float32 [rows, any].
 Pooled: TypeAlias = Sequence[tuple[_Rows, Tensor]]
-
-
-class PoolingHeads(Protocol):
-    """The heads of a model for its hidden states."""
-
-    @property
-    def generates(self) -> bool: ...
-
-    @property
-    def num_labels(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,10 +144,10 @@ class PoolingFeature:
             tokens=_padded([self._tokens[int(slot)] for slot in batch.slots[scored]]),
         )
 
-    def rehearsal(self, num_rows: int, num_tokens: int, heads: PoolingHeads) -> PoolingWork:
+    def rehearsal(self, num_rows: int, num_tokens: int, spec: ModelSpec) -> PoolingWork:
         """Return work on dummy rows and on all tokens of a step, for warmup."""
         rows = np.arange(num_rows)
-        scored = rows[: SCORED_SLICE if heads.generates else 0]
+        scored = rows[: SCORED_SLICE if spec.generates else 0]
         places = torch.arange(num_tokens)
         return PoolingWork(
             only=True,
@@ -164,7 +155,7 @@ class PoolingFeature:
             summed=rows[:1],
             sources=num_rows + places,
             owners=torch.zeros_like(places),
-            labelled=rows if heads.num_labels else rows[:0],
+            labelled=rows if spec.num_labels else rows[:0],
             scored=scored,
             tokens=_padded([(0,)] * len(scored)),
         )

@@ -13,7 +13,7 @@ A row whose mask is not ready is held (`SlotTable.held`): it is in no forward un
 ready.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.grammar.matching import WORD, Match, ReasoningStage, ReasoningTracker, words_of
-from engine.sampling.feature import FeatureState, Samples
+from engine.sampling.feature import FeatureInput, FeatureState, Samples
 from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenBitmask:
+class TokenBitmask(FeatureInput):
     """A mask for some rows: rows[i] of the step may sample the tokens of bitmask[i], see
     `apply_bitmask`."""
 
@@ -42,9 +42,6 @@ class TokenBitmask:
     def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
         rows, bitmask = sent
         apply_bitmask(logits, rows, bitmask)
-
-    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        return {}
 
 
 class AllowedTokens:
@@ -120,7 +117,7 @@ class GrammarMatcher:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForcedToken:
+class ForcedToken(FeatureInput):
     """Forced tokens: rows[i] of the step samples tokens[i], regardless of other features."""
 
     rows: Tensor  # int64 [m]
@@ -133,9 +130,6 @@ class ForcedToken:
         rows, tokens = sent
         logits.index_fill_(0, rows, FORBIDDEN)
         logits.index_put_((rows, tokens), logits.new_zeros(()))
-
-    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        return {}
 
 
 class ThinkingBudget:

@@ -10,7 +10,7 @@ from engine.batch.graph_shapes import GraphShape, ladder
 from engine.batch.images import VisibleEmbeddings
 from engine.models import load
 from engine.runner.host_waits import Uncapturable, check_capturable
-from engine.runner.rehearsal import decode_rehearsal
+from engine.runner.rehearsal import padding
 from tests.support.engine.steps import GREEDY, Steps, prompt
 from tests.support.hardware.tapes import RepeatRecorder
 from tests.support.models.checkpoints import make_checkpoint
@@ -198,7 +198,7 @@ def test_a_step_uses_the_smallest_graph_that_fits_or_none(model):
 def test_a_chunk_of_one_token_with_an_embedding_has_no_graph(model):
     steps = Steps(model, num_slots=2, recorder=RepeatRecorder())
     steps.runner.capture(GraphShape(1, 1))
-    rows, forwards = decode_rehearsal(1, 1), steps.runner.forwards
+    rows, forwards = padding(GraphShape(1, 1), 1), steps.runner.forwards
     seen = (VisibleEmbeddings(torch.zeros(1, model.spec.hidden_size), 0),)
     kind = {"late": False, "adapted": False}
     assert forwards.graph_of(rows, **kind) == GraphShape(1, 1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
+from engine.runner.rehearsal import mixed_rehearsal, verify_rehearsal
 
 
 def test_a_prompt_of_the_warmup_attends_to_all_of_itself():
@@ -12,11 +12,6 @@ def test_a_prompt_of_the_warmup_attends_to_all_of_itself():
     assert batch.query_starts.tolist() == [0, 66, 67, 68, 69, 70]
     assert len(batch.page_ids) == 5
     assert len(batch.sampled) == 5
-
-
-def test_rows_of_the_warmup_write_no_page():
-    for batch in (decode_rehearsal(4, 2), mixed_rehearsal(20, 4, 2, 16)):
-        assert all((where == -1).all() for where in batch.locations)
 
 
 def test_the_warmup_drafts_as_many_rows_as_a_step_may_sample_tokens():

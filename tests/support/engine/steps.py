@@ -32,7 +32,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import Model
 from engine.ranks import WHOLE, Share
-from engine.runner.runner import LaunchedStep
+from engine.runner.runner import LaunchedStep, make_runner
 from engine.runner.stream import made_on
 from engine.sampling.choice_graphs import Recorder
 from engine.sampling.composition import every_feature
@@ -95,7 +95,8 @@ class Steps:
         self.adapters = (
             no_adapters(self.table) if lora is None else _adapters(lora, model, self.table)
         )
-        self.runner = backend.runner(model, self.table, self.features, self.adapters, recorder)
+        beside = self.table, self.features, self.adapters
+        self.runner = make_runner(model, self.pool, self.host_pool, *beside, self.stream, recorder)
         self._backend = backend
         self.overlap = overlap
         self.in_flight: LaunchedStep | None = None
