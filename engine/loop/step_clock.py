@@ -204,16 +204,17 @@ class StepReading(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """The last progress and the current work. Readers compute a StepReading from it."""
+    """The last progress and the current work. Readers compute a StepReading from it.
 
-    at: float
-    under_way: ScheduleBatch | None  # the oldest launched batch
+    Attributes:
+        reading: without the times that depend on later compilations and steps.
+        under_way: the oldest launched batch.
+    """
+
+    reading: StepReading
+    under_way: ScheduleBatch | None
     launching: ScheduleBatch | None
     operates: bool
-    started_at: float | None
-    step: int
-    finished: int
-    turns: int
 
 
 class StepClock:
@@ -322,36 +323,22 @@ class StepClock:
     @property
     def reading(self) -> StepReading:
         """The current progress. Safe on any thread."""
-        moved = self._moved
-        allowed_s = self._first_step_s if moved.operates else 0.0
-        for batch in (moved.under_way, moved.launching):
+        reading, under_way, launching, operates = self._moved
+        allowed_s = self._first_step_s if operates else 0.0
+        for batch in (under_way, launching):
             if batch is not None:
                 allowed_s = max(allowed_s, self.allowed_s(batch), self.others_allow_s)
-        moved_at = max(moved.at, self.compiles.ended_at)
+        moved_at = max(reading.moved_at, self.compiles.ended_at)
         if (began := self.compiles.began) is not None:
             allowed_s = max(allowed_s, began - moved_at + self._first_step_s)
-        under_way = moved.under_way
-        return StepReading(
-            step=moved.step if under_way is None else under_way.step,
-            started_at=moved.started_at,
-            expected_s=(self._expected(under_way) or 0.0) if under_way else 0.0,
-            finished=moved.finished,
-            turns=moved.turns,
-            moved_at=moved_at,
-            allowed_s=allowed_s,
-        )
+        expected_s = (self._expected(under_way) or 0.0) if under_way else 0.0
+        return reading._replace(expected_s=expected_s, moved_at=moved_at, allowed_s=allowed_s)
 
     def _note(self, now: float) -> None:
-        self._moved = _Moved(
-            now,
-            self._launched[0] if self._launched else None,
-            self._launching,
-            self._operates,
-            self._started_at,
-            self._step,
-            self._finished,
-            self._turns,
-        )
+        under_way = self._launched[0] if self._launched else None
+        step = self._step if under_way is None else under_way.step
+        reading = StepReading(step, self._started_at, 0.0, self._finished, self._turns, now, 0.0)
+        self._moved = _Moved(reading, under_way, self._launching, self._operates)
 
     def allowed_s(self, batch: ScheduleBatch) -> float:
         """Return the longest time that a step may take."""

@@ -97,19 +97,13 @@ def test_moves_of_many_experts_fit_into_packets() -> None:
 
 
 # Seen failing with the newest step instead of the named one.
-def test_a_job_awaits_its_named_step() -> None:
-    steps, events = sent(5)
-    assert [steps.after(number) for number in range(1, 6)] == events
-    assert steps.after(0) is None and steps.newest is events[-1]
-    assert SentSteps().after(0) is None and SentSteps().newest is None
-
-
-def test_steps_whose_blocks_are_used_again_are_done() -> None:
-    steps, events = sent(3 * BLOCKS)
-    newest = len(events)
-    for number in range(newest + 1):
-        kept = number > newest - BLOCKS
+@pytest.mark.parametrize("count", [0, 5, 3 * BLOCKS])
+def test_a_job_awaits_its_named_step_unless_its_block_is_used_again(count: int) -> None:
+    steps, events = sent(count)
+    for number in range(count + 1):
+        kept = number > max(0, count - BLOCKS)
         assert steps.after(number) is (events[number - 1] if kept else None)
+    assert steps.newest is (events[-1] if events else None)
 
 
 class Sender:
