@@ -13,9 +13,7 @@ from common.requests.namespace import (
     namespace_of,
     page_names,
 )
-from engine.batch.holding import PageHolding
 from engine.kv_cache.kv_events import CacheChange, CacheEvents
-from engine.kv_cache.pages import PageHolder
 from tests.engine.kv_cache.test_prefix_cache import SIZE, Books
 from tests.support.engine.engine_rig import ints
 
@@ -134,10 +132,7 @@ def test_a_watcher_that_returns_gets_the_changes_in_between():
 def test_a_page_that_was_added_and_removed_between_two_reads_is_reported_as_removed():
     watched = Watched(3)
     watched.events.start()
-    pages = watched.pages.allocate(1, PageHolder.REQUEST)
-    assert pages is not None
-    watched.cache.insert(ints(range(SIZE)), PageHolding.of(pages))
-    watched.pages.drop(pages, PageHolder.REQUEST)
+    watched.learn(list(range(SIZE)))
     watched.cache.flush()
     gone = page_names(range(SIZE), SIZE)
     assert watched.events.take() == CacheChange(False, [], gone)

@@ -7,17 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
-from engine.batch.holding import PageHolding
 from engine.kv_cache import kv_events
 from engine.kv_cache.kv_events import CacheEvents, KvEventLog
-from engine.kv_cache.pages import PageHolder
 from tests.engine.kv_cache.test_cache_events import Watched
 from tests.engine.kv_cache.test_prefix_cache import SIZE
-from tests.support.engine.engine_rig import ints
 
 THEIRS = namespace_of("theirs")
 
@@ -95,19 +91,12 @@ def test_beyond_the_limit_of_changes_everything_is_listed_again():
     assert reader.num_cleared > 3
 
 
-def insert(watched: Watched, tokens: np.ndarray, namespace: Namespace = SHARED) -> None:
-    pages = watched.pages.allocate(len(tokens) // SIZE, PageHolder.REQUEST)
-    assert pages is not None
-    watched.cache.insert(tokens, PageHolding.of(pages), namespace)
-    watched.pages.drop(pages, PageHolder.REQUEST)
-
-
 def test_long_prompts_are_cut_into_batches_that_continue_each_other(monkeypatch):
     monkeypatch.setattr(kv_events, "MAX_TOKENS_PER_BATCH", 4 * SIZE)
     watched, log = logged(1)
     reader = Reader()
-    prompt = range(9 * SIZE)
-    insert(watched, ints(prompt))
+    prompt = list(range(9 * SIZE))
+    watched.learn(prompt)
     payloads = list(log.take())
     assert len(payloads) == 3
     reader.read(payloads)
@@ -118,10 +107,9 @@ def test_adapters_are_named_and_private_namespaces_are_marked_as_salted():
     watched, log = logged(1)
     reader = Reader()
     reader.read(log.take())
-    insert(watched, ints(range(2 * SIZE)))
-    insert(watched, ints(range(2 * SIZE)), namespace_of("adapted"))
-    insert(watched, ints(range(2 * SIZE)), THEIRS)
-    insert(watched, ints(range(3 * SIZE)), THEIRS)
+    for namespace in (SHARED, namespace_of("adapted"), THEIRS):
+        watched.learn(list(range(2 * SIZE)), namespace)
+    watched.learn(list(range(3 * SIZE)), THEIRS)
     reader.read(log.take())
     parent = page_names(range(2 * SIZE), SIZE, THEIRS)[-1]
     salt = [THEIRS.hex()]

@@ -16,12 +16,11 @@ from tests.engine.offload.test_host_tier import (
     fill_the_pool,
     in_tree,
 )
-from tests.support.engine.engine_rig import Rig
+from tests.support.engine.engine_rig import BOTH, Rig
 from tests.support.engine.fake_backend import VOCABULARY
 
 POISON = VOCABULARY  # no token of a prompt
 OTHERS = namespace_of("others")
-BOTH = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turns"])
 
 
 def is_right(rig: Rig, request: Request) -> bool:

@@ -4,7 +4,6 @@ that has already ended."""
 import pytest
 
 from engine.batch.batch import ForwardMode
-from engine.batch.request import FinishReason
 from tests.support.engine.engine_rig import Rig
 
 EOS = (5, 6, 7, 8, 9, 10)
@@ -37,26 +36,17 @@ def test_a_decode_after_a_prefill_overlaps_in_any_case():
     assert rig.runner.done_at_launch == [0, 0]
 
 
-def _eos_prompt(rig: Rig, after: int) -> list[int]:
-    """Return 15 tokens, so that the last ones before EOS are on their own page."""
-    for first in range(90):
-        prompt = [first, *[1] * 14]
-        tokens, reason = rig.expected(rig.request(prompt, 100))
-        if reason is FinishReason.STOP and len(tokens) == after:
-            return prompt
-    raise AssertionError("no such prompt")
-
-
 @pytest.mark.parametrize("after", [3, 4])
 def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after):
-    """The request ends with EOS while the next forward is on the device. Its pages are requested at
-    once, KV of another request is read into them, and only then the stale forward runs.
+    """The request ends with EOS, whose last tokens are on their own page, while the next forward is
+    on the device. Its pages are requested at once, KV of another request is read into them, and
+    only then the stale forward runs.
 
     Seen failing without the STEP holds of next_batch and finish: the request that joined got wrong
     tokens.
     """
     rig = Rig(num_pages=2, vandal=False, eos=EOS, prefix_cache=False)
-    ending = rig.add(_eos_prompt(rig, after), max_tokens=100)
+    ending = rig.add(rig.stopping_prompt([1] * 14, after), max_tokens=100)
     rig.run_until(lambda: ending.key in rig.finished)
     assert rig.in_flight is not None
     assert rig.runner.num_done == len(rig.runner.batches) - 1
@@ -75,7 +65,7 @@ def test_a_slot_is_not_reused_while_a_forward_uses_it():
     """Seen failing without the wait for launched steps in SlotTable.release: the token of the
     stale forward was returned as the next request's."""
     rig = Rig(max_running_requests=1, eos=EOS)
-    prompt = _eos_prompt(rig, 3)
+    prompt = rig.stopping_prompt([1] * 14, 3)
     ending = rig.add(prompt, max_tokens=100)
     following = rig.add([9, 9], max_tokens=4, ignore_eos=True)
     rig.run_until(lambda: ending.key in rig.finished)

@@ -119,14 +119,6 @@ def test_pages_of_another_dtype_are_not_used(model: Path, tmp_path: Path) -> Non
     engine.close()
 
 
-def test_the_other_role_of_a_node_finds_the_pages_too(model: Path, tmp_path: Path) -> None:
-    engine = engine_of(model, tmp_path / "files")
-    fill(engine)
-    config = config_of(model, tmp_path / "files", swap_pages=5)
-    assert engine.equipped(config).tiers is engine.tiers
-    engine.close()
-
-
 @pytest.mark.parametrize(
     "told, sentence",
     [

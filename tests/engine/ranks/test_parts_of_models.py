@@ -74,6 +74,12 @@ class Computed:
     num_bytes: int
 
 
+def loaded(
+    directory: Path, share: Share, quantize: Quantize = "none", device: torch.device = CPU
+) -> Any:
+    return open_checkpoint(directory).load(LoadTarget(device, torch.float32, quantize, share))
+
+
 def compute(
     directory: Path,
     share: Share,
@@ -82,8 +88,7 @@ def compute(
     **options: Any,
 ) -> Computed:
     """Compute two prompts in chunks, and two steps of both."""
-    model = open_checkpoint(directory).load(LoadTarget(device, torch.float32, quantize, share))
-    return computed(model, share, **options)
+    return computed(loaded(directory, share, quantize, device), share, **options)
 
 
 def computed(model: Any, share: Share, **options: Any) -> Computed:
@@ -171,11 +176,7 @@ def test_ranks_compute_the_whole_model(variant: str, device: torch.device, tmp_p
     ranks = run_ranks(size, lambda share: compute(directory, share, **options))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
-        # Memory is reported before a rank can call any collective.
-        said = open_checkpoint(directory).weight_bytes(
-            LoadTarget(device, torch.float32, share=Share(rank, size))
-        )
-        assert said == own.num_bytes < whole.num_bytes
+        assert said_bytes(directory, Share(rank, size), device) == own.num_bytes < whole.num_bytes
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3"])
@@ -190,8 +191,7 @@ def test_ranks_with_whole_experts_compute_the_whole_model(
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
         share = Share(rank, size, whole_experts=True)
-        said = open_checkpoint(directory).weight_bytes(LoadTarget(CPU, torch.float32, share=share))
-        assert said == own.num_bytes < whole.num_bytes
+        assert said_bytes(directory, share) == own.num_bytes < whole.num_bytes
 
 
 def placed(share: Share, redundant: int) -> Share:
@@ -236,7 +236,7 @@ def test_ranks_with_replicas_compute_the_whole_model(
 
     def twice(share: Share) -> tuple[Computed, Computed, Mapping[str, LayerSlots]]:
         share = placed(share, redundant)
-        model = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
+        model = loaded(directory, share)
         first = computed(model, share)
         moves = rebalance(directory, model, share)
         return first, computed(model, share), moves
@@ -247,8 +247,7 @@ def test_ranks_with_replicas_compute_the_whole_model(
     assert moves[0] and all(each == moves[0] for each in moves)
     for rank, own in enumerate(first):
         share = placed(Share(rank, size), redundant)
-        said = open_checkpoint(directory).weight_bytes(LoadTarget(CPU, torch.float32, share=share))
-        assert said == own.num_bytes
+        assert said_bytes(directory, share) == own.num_bytes
 
 
 def test_whole_experts_of_a_model_without_experts_are_rejected(tmp_path: Path) -> None:
@@ -285,11 +284,8 @@ def test_int8_numbers_of_a_rank_are_those_of_the_whole_model(
     if stored == "int8":
         directory, _ = requantised(directory, tmp_path, FORMATS[INT8])
         quantize = "none"
-    loadable = open_checkpoint(directory)
-    whole: Any = loadable.load(LoadTarget(CPU, torch.float32, quantize))
-    ranks: Any = [
-        loadable.load(LoadTarget(CPU, torch.float32, quantize, Share(rank, 2))) for rank in (0, 1)
-    ]
+    whole = loaded(directory, WHOLE, quantize)
+    ranks = [loaded(directory, Share(rank, 2), quantize) for rank in (0, 1)]
     inner = 48
     for rank, model in enumerate(ranks):
         net, every = model.layers[0].ffn, whole.layers[0].ffn
@@ -443,7 +439,7 @@ def test_adapters_are_divided_like_the_products_that_they_add_to(tmp_path: Path)
     lora = LoraConfig(adapter_dir=tmp_path, preload=("one",), max_loras=1, max_rank=8)
 
     def generate(share: Share, adapter: str) -> list[list[int]]:
-        model = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
+        model = loaded(directory, share)
         steps = Steps(model, lora=lora, share=share)
         tokens = steps.generate([[*range(30)], [7, 8]], 6, adapters=[adapter, adapter])
         steps.close()
@@ -460,7 +456,7 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     seen = VisibleImage(image, 1, 5, place=3)
 
     def embedded(share: Share) -> Tensor:
-        model: Any = open_checkpoint(directory).load(LoadTarget(CPU, torch.float32, share=share))
+        model = loaded(directory, share)
         x = torch.zeros(8, model.spec.hidden_size)
         if share.rank == 0:
             model.seeing.embed([seen], x)
@@ -473,12 +469,7 @@ def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
     assert expected.any()
     for own in run_ranks(2, embedded):
         assert torch.equal(own, expected)
-    first, second = (
-        open_checkpoint(directory).weight_bytes(
-            LoadTarget(CPU, torch.float32, share=Share(rank, 2))
-        )
-        for rank in (0, 1)
-    )
+    first, second = (said_bytes(directory, Share(rank, 2)) for rank in (0, 1))
     assert first - second > KEPT_BYTES
 
 
@@ -486,10 +477,9 @@ def test_a_rank_is_updated_with_its_part(tmp_path: Path) -> None:
     old, new = (make_checkpoint(tmp_path / str(seed), "gpt_oss", seed=seed) for seed in (0, 1))
 
     def refilled(share: Share) -> None:
-        model: Any = open_checkpoint(old).load(LoadTarget(CPU, torch.float32, share=share))
+        model = loaded(old, share)
         open_checkpoint(new).refill(model)
-        fresh: Any = open_checkpoint(new).load(LoadTarget(CPU, torch.float32, share=share))
-        for one, other in zip(tensors(model), tensors(fresh), strict=True):
+        for one, other in zip(tensors(model), tensors(loaded(new, share)), strict=True):
             assert torch.equal(one, other)
 
     run_ranks(2, refilled)

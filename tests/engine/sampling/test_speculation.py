@@ -11,7 +11,7 @@ from common.request import NOT_PREDICTED
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative import Speculator
-from tests.support.engine.engine_rig import Rig
+from tests.support.engine.engine_rig import BOTH, Rig
 from tests.support.engine.fake_backend import VOCABULARY, foretold
 from tests.support.models.drafters import KINDS, speculator
 
@@ -29,7 +29,7 @@ def verified(rig: Rig) -> list[int]:
     return [batch.num_tokens - len(batch.slots) for batch in steps]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@BOTH
 @pytest.mark.parametrize("kind", KINDS)
 def test_responses_equal_those_without_drafts(kind, overlap):
     rig = Rig(speculator=guesses(kind), overlap_schedule=overlap, max_running_requests=40)
@@ -43,7 +43,7 @@ def test_responses_equal_those_without_drafts(kind, overlap):
     assert (rejected == 0) == (kind == "right")
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@BOTH
 def test_accepted_drafts_save_their_steps(overlap):
     """With overlap no turn is lost for them: a step is launched before the drafts of the
     previous step are verified."""
@@ -237,7 +237,7 @@ def _clueless() -> Speculator:
     return speculator("right", lambda tokens, count: [], VOCABULARY, MAX_DRAFTS)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@BOTH
 def test_a_correctly_predicted_response_takes_few_steps(overlap):
     rig = Rig(speculator=_clueless(), overlap_schedule=overlap)
     request = _predicting(rig, list)

@@ -3,9 +3,7 @@
 import pytest
 
 from engine.batch.batch import ForwardMode
-from tests.support.engine.engine_rig import CHUNK_TOKENS, Rig
-
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+from tests.support.engine.engine_rig import BOTH, CHUNK_TOKENS, Rig
 
 
 @BOTH

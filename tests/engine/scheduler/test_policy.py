@@ -36,17 +36,6 @@ def _order(policy: str, cache: PrefixCache, requests: list[Request]) -> list[int
     return [r.key for r in SchedulePolicy(policy, cache, Counter).order(requests)]
 
 
-def test_fcfs_keeps_the_order_of_arrival():
-    requests = [_request(i, [i] * 9) for i in (3, 1, 2)]
-    assert _order("fcfs", _cache([2] * 8), requests) == [3, 1, 2]
-
-
-def test_lpm_prefers_the_longest_cached_prefix():
-    cache = _cache([1] * 4, [2] * 12)
-    requests = [_request(i, [i] * 16) for i in (3, 1, 2, 4)]
-    assert _order("lpm", cache, requests) == [2, 1, 3, 4]
-
-
 def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
     cache = _cache([128] * 8)
     requests = [_request(i, [i] * 16) for i in range(129)]
@@ -74,11 +63,6 @@ def test_dfs_weight_descends_into_the_branch_with_most_waiting_requests():
         _request(5, [*a, *[6] * 6]),
     ]
     assert _order("dfs-weight", cache, requests) == [4, 5, 3, 2, 1, 0]
-
-
-def test_lof_prefers_the_longest_output():
-    requests = [_request(i, [1] * 4, max_tokens=tokens) for i, tokens in enumerate((5, 50, 20, 50))]
-    assert _order("lof", _cache(), requests) == [1, 3, 2, 0]
 
 
 def test_routing_key_prefers_the_key_of_most_running_requests():

@@ -6,10 +6,9 @@ from common.queueing import STEP_S
 from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.next_rows import MAX_PREEMPTIONS
-from tests.support.engine.engine_rig import Rig
+from tests.support.engine.engine_rig import BOTH, Rig
 
 BY = 10
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 
 
 def _rig(**options: object) -> Rig:
@@ -37,7 +36,7 @@ def _until_begun(rig: Rig, *requests: Request) -> None:
 
 
 # Seen failing without the step that only saves pages: the only running request was never preempted.
-@OVERLAP
+@BOTH
 @pytest.mark.parametrize("num_running", [1, 3])
 def test_the_urgent_request_preempts_the_least_urgent_and_all_get_their_tokens(
     overlap, num_running
@@ -56,7 +55,7 @@ def test_the_urgent_request_preempts_the_least_urgent_and_all_get_their_tokens(
     assert rig.runner.num_tokens <= computed + len(rig.requests)  # overlap may add one for each
 
 
-@OVERLAP
+@BOTH
 def test_a_request_that_joins_with_its_kv_also_preempts(overlap):
     rig, low = _crowded(overlap_schedule=overlap)
     prompt = [2] * 60
@@ -75,7 +74,7 @@ def test_a_request_that_joins_with_its_kv_also_preempts(overlap):
 
 
 # Seen failing if a request may return before its pages are saved.
-@OVERLAP
+@BOTH
 def test_a_request_returns_after_its_pages_are_saved_if_the_urgent_one_never_comes(overlap):
     rig = _rig(num_pages=64, max_running_requests=1, overlap_schedule=overlap)
     low = rig.add([1] * 20, 20)
@@ -195,7 +194,7 @@ def test_a_preempted_request_returns_before_ever_new_urgent_ones():
     rig.complete()
 
 
-@OVERLAP
+@BOTH
 @pytest.mark.parametrize("leaver", ["low", "urgent"])
 def test_an_abort_while_preempted_or_waiting_leaks_nothing(overlap, leaver):
     for steps in range(1, 8):
@@ -209,7 +208,7 @@ def test_an_abort_while_preempted_or_waiting_leaks_nothing(overlap, leaver):
 
 
 # Seen failing if preempted requests count as running: the device was idle until STEP_S had passed.
-@OVERLAP
+@BOTH
 def test_a_request_ahead_of_preempted_ones_runs_if_it_fits(overlap):
     rig, _ = _crowded(overlap_schedule=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
     urgent = rig.add([9] * 60, 10, priority=BY)

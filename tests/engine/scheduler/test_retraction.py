@@ -8,9 +8,8 @@ import pytest
 from common.errors import EngineFault
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine.engine_rig import Rig
+from tests.support.engine.engine_rig import BOTH, Rig
 
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 # Almost nothing is reserved for growth, so that more requests are admitted than can complete
 # together.
 BOLD = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 1}

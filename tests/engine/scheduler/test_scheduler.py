@@ -9,21 +9,9 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
-from tests.support.engine.engine_rig import Rig, ints
+from tests.support.engine.engine_rig import BOTH, Rig, ints
 
 EOS = (5, 6, 7, 8, 9, 10)
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-def _stopping_prompt(rig: Rig, after: int) -> list[int]:
-    """Return a prompt whose token number `after` (from 1) is the rig's EOS, with no other before
-    it."""
-    for first in range(90):
-        request = rig.request([first, 1, 2], 100)
-        tokens, reason = rig.expected(request)
-        if reason is FinishReason.STOP and len(tokens) == after:
-            return [first, 1, 2]
-    raise AssertionError("no such prompt")
 
 
 # Lengths and ends
@@ -62,7 +50,7 @@ def test_a_length_limit_ends_a_request_and_costs_no_forward(
 def test_eos_costs_one_forward_under_overlap_whose_token_is_discarded(overlap, after, max_tokens):
     """Not as the last allowed token. There it counts as stop."""
     rig = Rig(overlap_schedule=overlap, eos=EOS)
-    request = rig.add(_stopping_prompt(rig, after), max_tokens)
+    request = rig.add(rig.stopping_prompt([1, 2], after), max_tokens)
     rig.complete()
     assert rig.finished[request.key].reason is FinishReason.STOP
     assert len(rig.runner.batches) == after + (overlap and after < max_tokens)
@@ -70,7 +58,7 @@ def test_eos_costs_one_forward_under_overlap_whose_token_is_discarded(overlap, a
 
 def test_stop_token_ids_end_a_request_and_ignored_eos_does_not():
     rig = Rig(eos=EOS)
-    prompt = _stopping_prompt(rig, after=4)
+    prompt = rig.stopping_prompt([1, 2], after=4)
     ignoring = rig.add(prompt, max_tokens=30, ignore_eos=True)
     third = rig.expected(ignoring)[0][2]
     stopping = rig.add(prompt, max_tokens=30, stop=(third,))

@@ -10,11 +10,10 @@ from common.errors import ConfigError
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
 from engine.load import check_features, load
-from tests.support.engine.engine_rig import NUM_LAYERS, Rig
+from tests.support.engine.engine_rig import BOTH, NUM_LAYERS, Rig
 from tests.support.engine.fake_backend import VOCABULARY
 from tests.support.models.checkpoints import make_checkpoint
 
-BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 PROMPT = [i % VOCABULARY for i in range(64)]
 LIMIT_MS = 16.0  # two layers of PROMPT
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.page_tables import PageTables
@@ -47,6 +48,7 @@ from tests.support.specs import make_request
 NUM_LAYERS = 8
 CHUNK_TOKENS = 2048  # if the configuration does not limit chunks
 _SCRIBBLE = -7
+BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 
 
 def ints(values: Sequence[int]) -> Ints:
@@ -60,7 +62,6 @@ class Options:
     Attributes:
         windows: window of each table.
         tier_pages, file_pages: pages of the offload tiers in host memory and in `disk_dir`.
-        weights: id of the content of the files.
         namespaces: namespace of each file slot. None: a new directory.
         vandal: overwrite free pages between steps.
         poison: token that makes logits NaN.
@@ -76,7 +77,6 @@ class Options:
     tier_pages: int = 0
     disk_dir: Path | None = None
     file_pages: int = 0
-    weights: bytes = b""
     namespaces: dict[int, Namespace | None] | None = None
     prefix_cache: bool = True
     max_cached_pages: int = 0
@@ -176,7 +176,7 @@ class Rig:
         files = PageFiles(
             given.disk_dir,
             memory,
-            version=version_of({}, given.weights),
+            version=version_of({}, b""),
             num_bytes=HEADER_BYTES + given.file_pages * (memory.shape[1] + RECORD_BYTES),
         )
         return LateFiles(files, self.backend, {} if given.namespaces is None else given.namespaces)
@@ -221,6 +221,18 @@ class Rig:
         self.came_with[key] = request.token_ids
         self.tokens[key] = []
         return request
+
+    def stopping_prompt(self, rest: Sequence[int], after: int) -> list[int]:
+        """Return a prompt whose token number `after` (from 1) is EOS, with no other before it.
+
+        Args:
+            rest: the prompt after its first token.
+        """
+        for first in range(90):
+            tokens, reason = self.expected(self.request([first, *rest], 100))
+            if reason is FinishReason.STOP and len(tokens) == after:
+                return [first, *rest]
+        raise AssertionError("no such prompt")
 
     def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
         request = self.request(prompt, max_tokens, **options)
