@@ -128,7 +128,7 @@ class FakeRunner:
     def launch(self, batch: ScheduleBatch) -> FakeLaunched:
         if batch.layers is not None and batch.layers.first:
             assert self._split is not None  # its inputs are those of the first group
-            launched = replace(self._split, batch=batch)
+            launched = replace(self._split, batch=batch, tokens=None)
         else:
             launched = FakeLaunched(
                 batch,
