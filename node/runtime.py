@@ -50,6 +50,7 @@ from node.control.engine_control import (
     CacheReports,
     EngineControl,
     FrontendChannel,
+    ReportSources,
     RoleEnded,
 )
 from node.control.operations import EngineOperations
@@ -181,16 +182,13 @@ class NodeRuntime:
             operations.check_complete()
             prepare(role)
 
+        meters, gauges = (clock.meter, clock.compiles, reads), tuple(_gauges(engine))
         control = EngineControl(
             channel,
-            pages_by_holder=engine.pages.by_holder,
-            clock=clock,
-            meters=(clock.meter, clock.compiles, reads),
-            gauges=tuple(_gauges(engine)),
+            sources=ReportSources(clock, engine.pages.by_holder, shared.producers, meters, gauges),
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=operations,
-            links=shared.producers,
             prepare=clock.operation()(switch),
         )
         sharing = _make_sharing(engine, start, shared, transfer, weights)

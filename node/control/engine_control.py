@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -195,15 +196,29 @@ def _prepares_nothing(role: str) -> None:
     raise FailedPrecondition("this engine has one role")
 
 
+@dataclass(frozen=True, slots=True)
+class ReportSources:
+    """Sources of an engine's reports, in addition to its role.
+
+    Attributes:
+        clock: counts the steps since the start.
+        links: usable producers by address. Their links are reported.
+        gauges: return further gauges for the report, named as in EngineStats.
+    """
+
+    clock: StepClock
+    pages_by_holder: Callable[[], dict[str, int]]
+    links: Mapping[str, ProducerUp]
+    meters: Sequence[MetricSource] = ()
+    gauges: Sequence[Callable[[], Mapping[str, float]]] = ()
+
+
 class EngineControl:
     """The engine's control interface. Engine thread only.
 
     Args:
-        clock: counts the steps since the start.
         prepare: creates the additional parts of another role, while no work is in progress. Raises
             ConfigError or FailedPrecondition if this engine cannot have that role.
-        links: usable producers by address. Their links are reported.
-        gauges: return further gauges for the report, named as in EngineStats.
     Attributes:
         may_end: returns whether a node without requests may end its drain.
     """
@@ -212,21 +227,14 @@ class EngineControl:
         self,
         channel: FrontendChannel,
         *,
-        pages_by_holder: Callable[[], dict[str, int]],
-        clock: StepClock,
+        sources: ReportSources,
         cache: CacheReports,
         adapters: NamedAdapters,
         operations: OperatorCommands,
-        links: Mapping[str, ProducerUp],
-        meters: Sequence[MetricSource] = (),
-        gauges: Sequence[Callable[[], Mapping[str, float]]] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
         self._channel = channel
-        self._pages_by_holder = pages_by_holder
-        self._clock = clock
-        self._meters = meters
-        self._gauges = gauges
+        self._sources = sources
         self._prepare = prepare
         self._successor: StartRole | None = None  # StartRole of the next role
         self._rested_s = 0.0
@@ -236,7 +244,6 @@ class EngineControl:
         self._calls: list[_Call] = []  # in progress
         self._answers: list[NodeCallResult] = []  # to be sent after the next report
         self._operations = operations
-        self.links = links
         self._report_at = 0.0
         self._check_at = 0.0
         self._reported_drained = False
@@ -313,24 +320,24 @@ class EngineControl:
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
         waiting = inside.waiting_by_class()
         gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}
-        pages = self._pages_by_holder()
+        pages = self._sources.pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
         gauges |= self._operations.gauges
         gauges |= self._own_totals()
-        for more in self._gauges:
+        for more in self._sources.gauges:
             gauges |= more()
         distributions = dict(inside.distributions())
-        for meter in self._meters:
+        for meter in self._sources.meters:
             gauges |= meter.gauges()
             distributions |= meter.distributions()
         self._channel.post(
             EngineStats(
-                steps=self._clock.reading.finished,
+                steps=self._sources.clock.reading.finished,
                 gauges=gauges,
                 state=self._state(inside),
                 pages_free=pages["free"] + pages["cache"],
-                links=tuple(self.links.values()),
+                links=tuple(self._sources.links.values()),
                 distributions=distributions,
                 backlogs=inside.backlogs(),
                 adapters=dict(self._adapters.names()),
@@ -373,7 +380,7 @@ class EngineControl:
         match command:
             case DescribeNode():
                 description = {
-                    "pages": self._pages_by_holder(),
+                    "pages": self._sources.pages_by_holder(),
                     "queues": inside.queues(),
                     "counters": inside.counters(),
                 }

@@ -23,7 +23,12 @@ from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
-from node.control.engine_control import CacheReports, EngineControl, FrontendChannel
+from node.control.engine_control import (
+    CacheReports,
+    EngineControl,
+    FrontendChannel,
+    ReportSources,
+)
 from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
@@ -135,14 +140,16 @@ class SimRuntime:
         shared = SharedReads(start.instance, parts.core.cache, transfer)
         control = EngineControl(
             channel,
-            pages_by_holder=parts.core.pages.by_holder,
-            clock=clock,
-            meters=(clock.meter, reads, parts.runner),
-            gauges=() if tiers is None else (partial(tier_gauges, tiers, parts.page_bytes),),
+            sources=ReportSources(
+                clock,
+                parts.core.pages.by_holder,
+                shared.producers,
+                meters=(clock.meter, reads, parts.runner),
+                gauges=() if tiers is None else (partial(tier_gauges, tiers, parts.page_bytes),),
+            ),
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
-            links=shared.producers,
             prepare=_prepare,
         )
         sharing = PrefixSharing(

@@ -52,7 +52,7 @@ from kvtransfer.ports import (
     PublishCommand,
     ReadsEndedEvent,
 )
-from node.control.engine_control import CacheReports, EngineControl
+from node.control.engine_control import CacheReports, EngineControl, ReportSources
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.reads import SharedReads
@@ -264,12 +264,10 @@ def _role(
     shared = SharedReads(CONSUMER, core.cache, port)
     control = EngineControl(
         front,
-        pages_by_holder=core.pages.by_holder,
-        clock=StepClock(first_step_s=1.0),
+        sources=ReportSources(StepClock(first_step_s=1.0), core.pages.by_holder, shared.producers),
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=NoAdapters(),
         operations=SimOperations(),
-        links=shared.producers,
     )
     sharing = PrefixSharing(
         PrefixSharingConfig(), shared, port, core=core, page_bytes=PAGE_SIZE, weights=None
