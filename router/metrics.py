@@ -100,8 +100,9 @@ REQUESTS = counter(
     "baton_requests",
     "Total accepted requests by result. stop: the model or a stop string ended the response. "
     "length: max_tokens ended it. pooled: a result without tokens, such as an embedding. "
-    "cancelled: by the client. error: any error.",
-    outcome=("stop", "length", "pooled", "cancelled", "error"),
+    "cancelled: by the client. invalid: a node rejected a value, such as a schema. overloaded: a "
+    "node rejected it, because it could not start in time. error: any other error.",
+    outcome=("stop", "length", "pooled", "cancelled", "invalid", "overloaded", "error"),
 )
 REJECTED = counter(
     "baton_requests_rejected",
@@ -320,7 +321,7 @@ class RouterMetrics:
         """Count the end of an accepted request.
 
         Args:
-            outcome: "stop", "length", "pooled", "cancelled" or "error".
+            outcome: a label value of `baton_requests_total`.
             seconds: time since its arrival.
         """
         self._live[()] -= 1
@@ -333,7 +334,9 @@ class RouterMetrics:
     def request_counts(self) -> RequestCounts:
         overloaded = ("overloaded", "late", "limited")  # status 429
         return RequestCounts(
-            rejected=int(sum(self._rejected[reason,] for reason in overloaded)),
+            rejected=int(
+                sum(self._rejected[reason,] for reason in overloaded) + self._ended["overloaded",]
+            ),
             failed=int(self._ended["error",] + self._rejected["no_node",]),
             ttft=self._first_token.counted(),
             itl=self._next_token.counted(),

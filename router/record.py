@@ -310,11 +310,9 @@ class RequestRecord:
             self._refuse(error)
             self._records.end(timeline, "error", str(error))
             return
-        outcome = self._finish_reason
-        if error is not None:
-            cancelled = isinstance(error, asyncio.CancelledError | RequestAborted)
-            outcome = "cancelled" if cancelled else "error"
-        self._records.end(timeline, outcome, str(error or ""))
+        outcome = self._finish_reason if error is None else self._failure(error)
+        shown = "error" if outcome in ("invalid", "overloaded") else outcome
+        self._records.end(timeline, shown, str(error or ""))
         seconds = time.monotonic() - timeline.arrived
         self._metrics.ended(outcome, seconds)
         if log.isEnabledFor(logging.INFO):
@@ -329,6 +327,21 @@ class RequestRecord:
                 decodes = [submission.decode for submission in self.timeline.submissions[-1:]]
                 fields |= {**({"decode": decodes[0]} if decodes else {}), "error": error}
             log.info("request ended %s", kv(**fields))
+
+    def _failure(self, error: BaseException) -> str:
+        """Return the outcome of an accepted request that failed, as in `baton_requests_total`.
+
+        A node may still reject the request before its first token. Such rejections are no errors:
+        clients can cause any number of them by schemas or load.
+        """
+        if isinstance(error, asyncio.CancelledError | RequestAborted):
+            return "cancelled"
+        if not self.timeline.completion_tokens:
+            if isinstance(error, InvalidRequest):
+                return "invalid"
+            if isinstance(error, Overloaded):
+                return "overloaded"
+        return "error"
 
     def accept(self, num_prompt_tokens: int, decode: str) -> AttemptTimings:
         """Record that the request is about to be submitted to a decode node.

@@ -3,6 +3,7 @@
 import pytest
 
 from api.admin.router_state import MergedState, ModelReport, together
+from common.errors import InvalidRequest, NodeUnavailable, Overloaded, QueueFull
 from protos.router_pb2 import ModelState
 from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
@@ -100,3 +101,25 @@ def test_tokens_written_together_with_the_first_one_count_no_itl(monkeypatch):
     assert value("baton_time_to_first_token_seconds_sum") == 5.0
     assert value("baton_inter_token_latency_seconds_sum") == 1.0  # from the first to the last
     assert value("baton_inter_token_latency_seconds_count") == 4.0
+
+
+@pytest.mark.parametrize(
+    "error, tokens, outcome, counts",
+    [
+        (InvalidRequest("response_format is invalid"), 0, "invalid", (0, 0)),
+        (QueueFull("overloaded", 2.0), 0, "overloaded", (1, 0)),
+        (Overloaded("no page is left"), 3, "error", (0, 1)),  # the client got a part
+        (NodeUnavailable("no node is left"), 0, "error", (0, 1)),
+    ],
+)
+def test_a_request_that_a_node_rejects_is_no_error(error, tokens, outcome, counts):
+    metrics = RouterMetrics()
+    one = RequestRecords(metrics, None).begin("one", "", "10.0.0.1", "")
+    one.accept(5, "a:1")
+    if tokens:
+        one.write(tokens)
+    one.__exit__(type(error), error, None)
+    value = metrics.registry.get_sample_value
+    assert value("baton_requests_total", {"outcome": outcome}) == 1.0
+    recent = metrics.request_counts()
+    assert (recent.rejected, recent.failed) == counts
