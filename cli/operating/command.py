@@ -131,9 +131,9 @@ def check_objections(
     """Print and return the objections. Raise UnfinishedRestart if there are any without --force."""
     found = list(objections)
     for sentence in found:
-        report(options, f"warning: {sentence}")
+        report(options, f"objection: {sentence}")
     if found and not options.force:
-        raise UnfinishedRestart(f"{undone}, because requests could fail: --force does it anyway")
+        raise UnfinishedRestart(f"{undone}, because requests could fail: --force overrides this")
     return found
 
 
