@@ -1,5 +1,5 @@
-# `make up` serves on this machine, `make test` tests. Both first make .venv if it is not there, and
-# install into it what they need: to serve takes less than to test.
+# `make up` serves on this machine, and `make test` runs the tests. Both create .venv if it does not
+# exist, and install the dependencies that they need. Serving needs fewer than testing.
 # pip takes its settings from the environment: on a machine without a GPU, PIP_EXTRA_INDEX_URL can
 # name an index with CPU builds of torch, which are smaller.
 
@@ -15,15 +15,15 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 .PHONY: help up test test-long test-nightly test-all attack chaos check lint docs format proto clean
 
 help:
-	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
+	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine until Ctrl-C"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
-	@echo "make test-long [ARGS='-k name ...']                      the tests that take minutes"
-	@echo "make test-nightly [ARGS='-k name ...']                   those that need an idle machine"
-	@echo "make test-all                                            all three"
-	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
-	@echo "make chaos [MINUTES=n] [SEED=k] [ARGS=--ranks]            end and stop programs of one that serves"
-	@echo "make check                                               lint, docs, then test"
-	@echo "make docs                                                the site, in build/site"
+	@echo "make test-long [ARGS='-k name ...']                      run the tests that take minutes"
+	@echo "make test-nightly [ARGS='-k name ...']                   run the tests that need an idle machine"
+	@echo "make test-all                                            run all three"
+	@echo "make attack [MINUTES=n] [SEED=k]                         attack a running system"
+	@echo "make chaos [MINUTES=n] [SEED=k] [ARGS=--ranks]            kill and stop processes of a running system"
+	@echo "make check                                               lint, build the docs, and test"
+	@echo "make docs                                                build the site into build/site"
 	@echo "make lint | format | proto | clean"
 
 up: $(SERVES)
