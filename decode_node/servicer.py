@@ -302,7 +302,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         for submit in submits:
             try:
                 if self._draining:
-                    raise NodeUnavailable("this node is draining")
+                    raise NodeUnavailable("the node is draining")
                 num_tokens = self._checked_length(submit.request, tokens_left)
                 tokens_left -= num_tokens
                 parent = checked(submit.request.traceparent)

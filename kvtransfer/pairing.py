@@ -18,7 +18,7 @@ from kvtransfer.backends.base import PoolRegion
 PROTOCOL_VERSION = 11
 _MAX_SHOWN = 200  # characters shown of text from a peer
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
-OTHER_WEIGHTS = "this node has other weights now"  # reason with which streams end on a change
+OTHER_WEIGHTS = "the node has other weights now"  # reason with which streams end on a change
 _WEIGHTS = "weights"
 _ARITHMETIC = "arithmetic"  # set only by nodes with engine.batch_invariant
 _FOLLOWS = "kv_token_bytes"  # derived from dtype and others: named only if no flag explains it

@@ -9,7 +9,7 @@ from engine.kv_cache.states import DraftState, LayerState
 from engine.ranks import WHOLE, Share
 from kernels.quantised import QuantFormat
 
-NOT_QUANTISED = "not quantised"
+NOT_QUANTISED = "not quantized"
 
 
 @dataclass(frozen=True, slots=True)

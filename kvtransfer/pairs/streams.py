@@ -162,7 +162,7 @@ class PairStreams:
             Overloaded: there are too many streams.
         """
         if self._over.done():
-            raise NodeUnavailable("the engine of this node has ended")
+            raise NodeUnavailable("the engine of the node has ended")
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} pair streams are open here")
         stream = PairStream(next(self._numbers), as_consumer, CallLane(self._connection))
@@ -299,7 +299,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """
         self._check_ready()
         if self._draining:
-            raise NodeUnavailable("this node is draining")
+            raise NodeUnavailable("the node is draining")
         hello = await self._first(messages)
         _check_instance(hello, context.caller)
         with self._streams.opened(hello, as_consumer=False) as stream:

@@ -92,9 +92,9 @@ class EngineLink:
     def check_ready(self) -> None:
         """Raise NodeUnavailable until the engine has loaded its model, and after its end."""
         if self._ended:
-            raise NodeUnavailable("the engine of this node has ended")
+            raise NodeUnavailable("the engine of the node has ended")
         if not self._ready:
-            raise NodeUnavailable("this node is starting")
+            raise NodeUnavailable("the node is starting")
 
     def lane(self) -> CallLane:
         return CallLane(self._connection)
@@ -115,7 +115,7 @@ class EngineLink:
         """
         self.check_ready()
         if self._connection.backlog_bytes > _MAX_UNREAD_BYTES:
-            raise Overloaded("the engine of this node does not keep up with new requests")
+            raise Overloaded("the engine of the node does not keep up with new requests")
         self.send(request, lane)
 
     async def ask(self, command: Command, *, timeout_s: float = 5.0) -> NodeCallResult:
@@ -129,7 +129,7 @@ class EngineLink:
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
-            raise Overloaded("too many calls are waiting for the engine of this node")
+            raise Overloaded("too many calls are waiting for the engine of the node")
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
         try:
@@ -172,7 +172,7 @@ class EngineLink:
     def _refuse_questions(self) -> None:
         for question in self._questions.values():
             if not question.done():
-                question.set_exception(NodeUnavailable("the engine of this node has ended"))
+                question.set_exception(NodeUnavailable("the engine of the node has ended"))
 
 
 SILENCE_S = 3.0

@@ -330,7 +330,7 @@ class Node:
                 successor = tenure.successor
                 assert successor is not None
                 following = TenurePost.of(successor, post.start.address, self._metrics.trust)
-                await tenure.end(NodeUnavailable(f"this node becomes a {successor.role} node"))
+                await tenure.end(NodeUnavailable(f"the node becomes a {successor.role} node"))
                 engine.renew_transfer_socket()
                 restarted = asyncio.ensure_future(self._link.restart(following.start))
                 verdict = await self._ending.before(restarted, _RESTART_S)
@@ -348,7 +348,7 @@ class Node:
                 "this node is paused, so its requests cannot finish or migrate: resume it first"
             )
         if self._ending.wanted:
-            raise FailedPrecondition("this node is draining")
+            raise FailedPrecondition("the node is draining")
         return self._other(role)
 
     async def _watch(self, engine: EngineHandle) -> None:
@@ -373,7 +373,7 @@ class Node:
             level = logging.ERROR if verdict.exit_code else logging.INFO
             log.log(level, "ending %s", kv(reason=verdict.reason))
         error = EngineDied if verdict.engine_died else NodeUnavailable
-        await tenure.end(error(f"this node has ended: {verdict.reason}"))
+        await tenure.end(error(f"the node has ended: {verdict.reason}"))
         self._link.close()
         code = await engine.end(_ENGINE_END_S if verdict.in_order else _HASTY_END_S)
         if verdict.in_order and code:

@@ -387,7 +387,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """
         request_id = _request_id(request)
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
-            raise NodeUnavailable("the engine of this node is stalled")
+            raise NodeUnavailable("the engine of the node is stalled")
         answer = await self.engine.ask(ExplainRequests(request_id))
         return traces_to_proto(answer.flights or RequestTraces((), 0))
 

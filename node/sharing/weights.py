@@ -85,7 +85,7 @@ class WeightExports:
             return  # rejected
         serial, (weights, source) = event.serial, asked
         if weights != self._weights.id or not self._weights.whole:
-            return self._refuse(serial, "this node has other weights, or none", retryable=False)
+            return self._refuse(serial, "the node has other weights, or none", retryable=False)
         piece_bytes, page_bytes = source.piece_bytes, self._pool.shape[1]
         if not 0 < piece_bytes <= page_bytes:
             reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"

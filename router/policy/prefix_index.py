@@ -247,7 +247,11 @@ class CacheWatch:
                 rpc.raise_if_cancelled()
                 if reason != logged:
                     logged = reason
-                    log.info("prefix cache subscription failed %s", kv(node=address, reason=reason))
+                    fields = kv(node=address, reason=reason)
+                    if heard:
+                        log.info("prefix cache subscription ended %s", fields)
+                    else:
+                        log.info("prefix cache subscription not started %s", fields)
                 if heard:
                     backoff_s = _MIN_BACKOFF_S
                 self._index.silent(address)

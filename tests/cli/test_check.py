@@ -137,7 +137,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(check, model, tmp_
 def test_the_report_has_the_stored_and_the_used_format_of_weights(check, model, tmp_path):
     quantised, _ = requantised(model, tmp_path, FORMATS["awq"])
     for served, words in (
-        (model, "not quantised, as stored"),
+        (model, "not quantized, as stored"),
         (quantised, "AWQ int4, groups of 32, as stored"),
     ):
         code, table, _ = check(f"--model={served}", "--device=cpu", "--port=0")

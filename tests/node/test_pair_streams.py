@@ -313,7 +313,7 @@ async def test_a_consumer_with_other_weights_reports_them_when_it_dials_again(pa
     _, at_consumer = await pair.up()
     changed = CONSUMER.with_weights(b"w" * 16)
     pair.consumer.say(LocalHello(changed))
-    pair.consumer.say(EndStream(at_consumer, "this node has other weights now", refused=False))
+    pair.consumer.say(EndStream(at_consumer, "the node has other weights now", refused=False))
     await pair.consumer.hear(PairClosed)
     heard = [await pair.producer.hear(PairClosed | PairOpened) for _ in range(2)]  # in any order
     assert [each.hello for each in heard if isinstance(each, PairOpened)] == [changed]
@@ -495,7 +495,7 @@ async def test_a_starting_or_draining_producer_accepts_no_stream_and_keeps_its_o
     async with bare_call(pair.address) as call:
         # Nothing is written: grpcio makes INTERNAL of a write that coincides with the end of its
         # call.
-        assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
+        assert await end_of(call) == (Code.UNAVAILABLE, "the node is draining")
     pair.producer.say(SendMessage(at_producer, Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
 
@@ -505,9 +505,9 @@ async def test_the_end_of_the_producer_reaches_its_consumers_after_its_last_mess
     at_producer, at_consumer = await pair.up()
     pair.producer.say(SendMessage(at_producer, Heartbeat(1, 0)))
     assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
-    pair.producer.streams.close_all(NodeUnavailable("this node has ended: drained"))
+    pair.producer.streams.close_all(NodeUnavailable("the node has ended: drained"))
     closed = await pair.consumer.hear(PairClosed)
-    assert closed == PairClosed(at_consumer, "this node has ended: drained")
+    assert closed == PairClosed(at_consumer, "the node has ended: drained")
 
 
 # Seen failing with only the status to report it ("Internal error from Core"), with `call.read` in
@@ -536,9 +536,9 @@ async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_eng
             pair.producer.say(SendMessage(at_producer, Heartbeat(sequence, 0)))
             heard = await pair.consumer.hear(PairMessage)
             assert heard == PairMessage(at_consumer, Heartbeat(sequence, 0))
-        pair.producer.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
+        pair.producer.streams.close_all(EngineDied("the node has ended: killed by SIGKILL"))
         closed = await pair.consumer.hear(PairClosed)
-        assert closed == PairClosed(at_consumer, "this node has ended: killed by SIGKILL", True)
+        assert closed == PairClosed(at_consumer, "the node has ended: killed by SIGKILL", True)
 
 
 async def test_a_status_lost_by_a_failed_write_is_reported_as_lost():

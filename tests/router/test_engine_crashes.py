@@ -110,7 +110,7 @@ async def test_nodes_that_are_shut_down_charge_no_request(model):
             node.finish(
                 submit.number,
                 reason=FINISH_REASON_ERROR,
-                error="this node is draining",
+                error="the node is draining",
                 error_code=StatusCode.UNAVAILABLE.value[0],
             )
         await _ends_well(call, *await submitted_to_one_of(stubs))

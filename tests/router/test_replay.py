@@ -147,7 +147,7 @@ def _refuse(node: StubDecodeNode, submit: Submission, code: StatusCode) -> None:
     node.finish(
         submit.number,
         reason=FINISH_REASON_ERROR,
-        error="this node is draining",
+        error="the node is draining",
         error_code=code.value[0],
     )
 
@@ -192,7 +192,7 @@ async def test_a_request_is_placed_at_most_three_times(client, d0, d1):
     _refuse(d1, await d1.submitted(), StatusCode.UNAVAILABLE)
     _refuse(*await submitted_to_one_of((d0, d1)), StatusCode.UNAVAILABLE)
     error = await failure(call)
-    assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "this node is draining")
+    assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "the node is draining")
 
 
 @pytest.mark.parametrize("code", [StatusCode.INVALID_ARGUMENT, StatusCode.RESOURCE_EXHAUSTED])

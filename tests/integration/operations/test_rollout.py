@@ -26,7 +26,7 @@ NUM_CLIENTS = 4
 NUM_TOKENS = 200
 STEP_S = 0.01  # so that requests are running when their node restarts
 MOVED = 'baton_migrations_total{outcome="completed"}'
-REFUSED = ("tokens=0", "this node is draining")
+REFUSED = ("tokens=0", "the node is draining")
 
 
 @pytest.mark.long

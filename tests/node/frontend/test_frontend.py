@@ -267,7 +267,7 @@ def test_a_starting_node_is_described_but_serves_no_request(start_node):
     assert health(address) == NOT_SERVING
     with RouterEnd(address) as router:
         assert router.wait_until_over() is UNAVAILABLE
-        assert router.call.details() == "this node is starting"
+        assert router.call.details() == "the node is starting"
     with pytest.raises(grpc.RpcError) as caught:
         node_call(address, "FlushCache", router_pb2.FlushCacheRequest())
     assert caught.value.code() is UNAVAILABLE

@@ -241,7 +241,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         try:
             while (message := await outgoing.get()) is not None:
                 await context.write(message)
-            died = EngineDied("this node has ended: the engine has failed")
+            died = EngineDied("the node has ended: the engine has failed")
             await context.write(decode_pb2.FromNode(last_words=said(died)))
             # The status that grpcio reports if the router is writing at this moment.
             raise RequestFailed("Internal error from Core")
