@@ -217,6 +217,8 @@ def _run(name: str, command: CliCommand, arguments: Sequence[str]) -> int:
             f"`baton {name}` needs {', '.join(lacking)}, which an installation for routers lacks: "
             "run `pip install .` in Baton's directory, without --no-deps"
         )
+    # gRPC's C core logs in a format of its own. It reads its level when grpc is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # -P: do not import a directory of the user that is called router.
     program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
     os.execv(sys.executable, [sys.executable, "-P", *program])

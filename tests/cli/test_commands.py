@@ -221,6 +221,15 @@ def test_arguments_reach_the_process_that_replaces_the_command():
     _one_line(done, "baton serve router: --port: ")
 
 
+@pytest.mark.parametrize("given, level", [(None, "ERROR"), ("INFO", "INFO")])
+def test_the_log_has_no_lines_of_the_grpc_core_unless_requested(baton, monkeypatch, given, level):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    if given:
+        monkeypatch.setenv("GRPC_VERBOSITY", given)
+    baton("cluster-secret")
+    assert os.environ["GRPC_VERBOSITY"] == level
+
+
 def test_commands_that_call_a_router_are_covered_here():
     assert {*CALLERS, "planner", "completion"} == {n for n in NAMES if n.split()[0] not in LOCAL}
 
