@@ -114,8 +114,10 @@ class InferenceService:
         pooling_service: PoolingService,
         model: ServedModel,
         *,
+        served_name: str,
         budget_s: float,
     ) -> None:
+        self._served_name = served_name
         self._guard = guard
         self._idempotency = idempotency
         self._pooling_service = pooling_service
@@ -215,7 +217,7 @@ class InferenceService:
     ) -> router_pb2.GetModelResponse:
         files = self._model.files
         return router_pb2.GetModelResponse(
-            name=files.name,
+            name=self._served_name,
             context_length=files.context_length,
             vocabulary_size=files.vocabulary_size,
             eos_token_ids=files.eos_token_ids,

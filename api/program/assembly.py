@@ -75,6 +75,7 @@ def make_grpc(
             pool.idempotency,
             pool.pooling_service,
             pool.model,
+            served_name=name,
             budget_s=config.request_timeout_s,
         )
         for name, pool in pools.items()

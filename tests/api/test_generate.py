@@ -328,6 +328,9 @@ async def test_the_model_is_described(model):
         assert (answer.name, answer.context_length) == (str(model), CONTEXT_LENGTH)
         assert (answer.vocabulary_size, list(answer.eos_token_ids)) == (VOCABULARY_SIZE, [1])
         assert answer.has_chat_template
+    async with served(model, served_model_name="shown") as (client, _, _):
+        answer = await client.stub.GetModel(GetModelRequest())
+        assert answer.name == "shown"  # clients must not see the router's directories
 
 
 async def test_a_draining_status_stops_new_requests_and_keeps_active_ones(client, node):
