@@ -142,7 +142,7 @@ def _records(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 F = TypeVar("F", bound=msgspec.Struct)
 D = TypeVar("D")
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _VALUE = msgspec.json.Decoder(object)
@@ -290,13 +290,14 @@ def _wrong_type(message: str) -> ApiError:
     """Convert a msgspec message such as "Expected `int`, got `str` - at `$.n`" to an ApiError."""
     where = _PATH.search(message)
     missing = _MISSING.search(message)
-    path = where[1] if where else ""
+    path = where[2] if where else ""
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
         return invalid(path, "is required")
     if where is None:
         return ApiError(400, f"the body is invalid: {message}")
-    return invalid(path, f": {message[: where.start()]}")
+    key = "invalid key: " if where[1] else ""
+    return invalid(path, f": {key}{message[: where.start()]}")
 
 
 def check_structure(body: bytes) -> None:

@@ -99,7 +99,7 @@ def check_vocabulary(token_ids: Sequence[int], limits: ModelLimits, field: str) 
     if token_ids and max(token_ids) >= limits.vocabulary_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocabulary_size)
         raise InvalidRequest(
-            f"{field}[{index}] is {token_ids[index]}, outside the vocabulary "
+            f"{field}[{index}]: token {token_ids[index]} is outside the vocabulary "
             f"of {limits.vocabulary_size} tokens"
         )
 

@@ -71,6 +71,14 @@ async def test_the_node_groups_tokens_by_the_requested_stream_interval(
         assert await api.refused(path, **prompt, stream_interval=1025) == (400, "stream_interval")
 
 
+async def test_errors_name_invalid_keys_and_tokens(api):
+    biased = await api.post(COMPLETIONS, prompt="x", logit_bias={"a": 1})
+    assert biased.error["message"] == "logit_bias: invalid key: Expected `int`, got `str`"
+    unknown = await api.post(COMPLETIONS, prompt=[1, VOCABULARY_SIZE])
+    expected = f"prompt: token {VOCABULARY_SIZE} is outside the vocabulary of {VOCABULARY_SIZE}"
+    assert unknown.error["message"] == f"{expected} tokens"
+
+
 async def test_null_equals_an_absent_field(api):
     names = {*CompletionFields.__struct_fields__, *OF_COMPLETIONS}
     submit = await _submitted(api, COMPLETIONS, **{**dict.fromkeys(names), "prompt": "x"})
