@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,10 @@ from node.frontend.frontend import exit_sentence
 
 # Callers stop before the processes that they call, so that no call waits for a stopped node.
 STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node", "encode_node")
+
+
+PROGRESS_S = 10.0  # seconds between reports about processes that are still starting
+_MAX_PROGRESS = 120  # characters of a report
 
 
 class LocalSystem:
@@ -46,15 +50,30 @@ class LocalSystem:
             raise ValueError(f"process {name} does not exist: the processes are {[*pids]}")
         return pids[name]
 
-    async def until_ready(self, report: Callable[[str, str], None]) -> None:
-        """Wait until every process is healthy, and the router can place a request."""
+    async def until_ready(
+        self,
+        report: Callable[[str, str], None],
+        progress: Callable[[str, str], None] = lambda name, message: None,
+    ) -> None:
+        """Wait until every process is healthy, and the router can place a request.
+
+        Args:
+            report: called with the name and the address of each process that is ready.
+            progress: see `report_progress`.
+        """
+        starting = set(self._children.values())
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
+            starting.discard(self._children[program])
             several = f"{len(program.nodes)} nodes" if program.nodes else ""
             report(program.name, several or program.address)
 
-        await asyncio.gather(*(wait(program) for program in self._programs))
+        reports = asyncio.ensure_future(report_progress(starting, progress))
+        try:
+            await asyncio.gather(*(wait(program) for program in self._programs))
+        finally:
+            reports.cancel()
 
     async def first_exit(self) -> str:
         """Wait until a process ends on its own. Returns a description for the user."""
@@ -111,6 +130,30 @@ class LocalSystem:
         for server in program.servers:
             for service in server.services:
                 await client.until_serving(server.address, service, self._certificates)
+
+
+async def report_progress(
+    starting: Collection[ChildProcess],
+    progress: Callable[[str, str], None],
+    interval_s: float = PROGRESS_S,
+) -> None:
+    """Report the newest line in the log of each starting process, until cancelled.
+
+    A first start may compile kernels or load weights for minutes.
+
+    Args:
+        starting: processes that are not ready. The caller removes them.
+        progress: called with the name of a process and the message of the line, if it is new.
+    """
+    reported: dict[str, str] = {}
+    while True:
+        await asyncio.sleep(interval_s)
+        for child in starting:
+            line = child.last_lines(1)
+            if line and reported.get(child.name) != line:
+                reported[child.name] = line
+                _, _, message = line.partition(": ")  # after time, level, program and logger
+                progress(child.name, (message or line)[:_MAX_PROGRESS])
 
 
 @dataclass(frozen=True, slots=True)

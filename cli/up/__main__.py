@@ -109,9 +109,9 @@ async def _start(
 ) -> None:
     """Start the system. Raises StartFailed if it is not ready in time or a sample request fails."""
     try:
-        with screen.waiting_for(system.names) as report:
+        with screen.waiting_for(system.names) as (report, progress):
             async with asyncio.timeout(start_s):
-                await system.until_ready(report)
+                await system.until_ready(report, progress)
     except TimeoutError:
         raise StartFailed(f"not all processes were ready within {start_s:.0f} s") from None
     for sample in samples:

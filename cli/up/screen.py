@@ -3,9 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Remark: TypeAlias = Callable[[str, str], None]  # takes the name of a process, and a remark
 
 
 class Screen:
@@ -20,13 +24,14 @@ class Screen:
         self.say(text, style="yellow")
 
     @contextmanager
-    def waiting_for(self, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
+    def waiting_for(self, names: Sequence[str]) -> Iterator[tuple[Remark, Remark]]:
         """Show all of `names` as not ready.
 
-        Yields a function to call with a name and a remark when that process is ready.
+        Yields two functions to call with a name and a remark: one when that process is ready, and
+        one to show its progress.
         """
         if not self._console.is_terminal:
-            yield self._line_by_line()
+            yield self._line_by_line(), self._starting
             return
         columns = (
             SpinnerColumn(finished_text="[green]✓"),
@@ -40,9 +45,15 @@ class Screen:
             def ready(name: str, remark: str) -> None:
                 progress.update(tasks[name], completed=1, remark=remark)
 
-            yield ready
+            def starting(name: str, remark: str) -> None:
+                progress.update(tasks[name], remark=escape(remark))
 
-    def _line_by_line(self) -> Callable[[str, str], None]:
+            yield ready, starting
+
+    def _starting(self, name: str, remark: str) -> None:
+        self.say(f"{name} is starting: {remark}")
+
+    def _line_by_line(self) -> Remark:
         started = time.monotonic()
 
         def ready(name: str, remark: str) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cli.local.system import LocalSystem
+from cli.local.system import LocalSystem, report_progress
 from common.process.children import ChildProcess
 from tests.support.processes.programs import await_end, runs
 
@@ -116,3 +116,21 @@ async def test_waiting_for_the_end_of_a_child_can_be_cancelled(tmp_path):
             await child.ended()
     assert child.code is None
     await child.stop(10.0)
+
+
+async def test_new_log_lines_of_starting_processes_are_reported_once(tmp_path):
+    said: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    script = "echo '2026-11-30T19:51:23Z INFO decode engine.cpu: compiling: 1 of 2'; sleep 60"
+    child = ChildProcess("decode-0", ["sh", "-c", script], tmp_path / "a")
+    starting = {child}
+    progress = asyncio.create_task(
+        report_progress(starting, lambda *reported: said.put_nowait(reported), 0.01)
+    )
+    async with asyncio.timeout(60.0):
+        assert await said.get() == ("decode-0", "compiling: 1 of 2")
+    await asyncio.sleep(0.1)
+    assert said.empty()
+    starting.clear()
+    progress.cancel()
+    child.send(signal.SIGKILL)
+    await child.ended()
