@@ -118,6 +118,8 @@ def library(directory: Path, on_compile: Callable[[], None]) -> Path:
         with _locked(directory / "lock"):
             if not target.exists():
                 on_compile()
+                for interrupted in directory.glob(f"{target.stem}?*/"):  # of a killed process
+                    shutil.rmtree(interrupted, ignore_errors=True)
                 _compile(program, ("-march=native",), target)
     except OSError as error:
         raise NotCompiled(

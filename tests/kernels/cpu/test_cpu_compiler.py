@@ -108,6 +108,18 @@ def test_a_compiler_that_fails_leaves_no_file_and_is_called_again(
     assert library(tmp_path / "cache", lambda: None).exists()
 
 
+def test_a_start_removes_the_directory_of_a_compilation_that_was_killed(fake_compiler, tmp_path):
+    fake_compiler()
+    cache = tmp_path / "cache"
+    path = library(cache, lambda: None)
+    path.unlink()
+    (cache / f"{path.stem}abc").mkdir()
+    (cache / f"{path.stem}abc" / "rows.o").touch()
+    (cache / "other").mkdir()
+    library(cache, lambda: None)
+    assert {entry.name for entry in cache.iterdir()} == {path.name, "lock", "other"}
+
+
 def test_a_compiler_that_hangs_is_ended(fake_compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "DEADLINE_S", 0.5)
     fake_compiler("exec sleep 60")
