@@ -163,8 +163,8 @@ class Cluster:
         self._choices: Sequence[DecodeChoice] = ()
         self._awake: Sequence[DecodeChoice] = ()  # usable decode nodes that are not paused
         self._encoders: tuple[str, ...] = ()  # encode nodes that are usable
-        self._hopes = False  # a node is ready, or was ready and may recover
-        self._lost_at = -math.inf  # time.monotonic() when `_hopes` last ended
+        self._may_recover = False  # a node is ready, or was ready and may recover
+        self._lost_at = -math.inf  # time.monotonic() when `_may_recover` last ended
         self._closed = False
         self._news = asyncio.Event()  # set for requests that wait for a node
 
@@ -204,8 +204,8 @@ class Cluster:
     def heard(self, client: DecodeClient) -> None:
         """Process a change of the engine's liveness at a node."""
         if self._clients.get(client.address) is client:
-            self._read(client)
-            self._use()
+            self._update_links(client)
+            self._update_choices()
 
     def described(self, reports: Sequence[NodeReport]) -> None:
         """Record reported queue times of prefill nodes. Decode nodes use their streams."""
@@ -228,9 +228,9 @@ class Cluster:
         addresses = (node.address for node in self._state.members)
         self._encoders = tuple(each for each in addresses if self._state.fit(each, "encode"))
         for client in self._clients.values():
-            self._read(client)
+            self._update_links(client)
             client.found(self._state.ready_instance(client.address))
-        self._use()
+        self._update_choices()
         self._on_change()
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class Cluster:
                 router shuts down.
         """
         while not (self.ready or self._closed):
-            until = None if self._hopes else self._lost_at + GRACE_S - time.monotonic()
+            until = None if self._may_recover else self._lost_at + GRACE_S - time.monotonic()
             try:
                 async with asyncio.timeout(until):
                     await self._news.wait()
@@ -360,14 +360,14 @@ class Cluster:
         for client in self._clients.values():
             yield from client.migratable
 
-    def _read(self, client: DecodeClient) -> None:
+    def _update_links(self, client: DecodeClient) -> None:
         """Update the choice for one decode node.
 
         Not for all nodes: each reports twice a second and has a link to every prefill node.
         """
         status = client.status
-        taking = status is not None and status.state == "ready" and client.moves
-        if status is None or not taking or not self._state.fit(client.address, "decode"):
+        accepts = status is not None and status.state == "ready" and client.moves
+        if status is None or not accepts or not self._state.fit(client.address, "decode"):
             self._readable.pop(client.address, None)
             return
         fit = [link for link in status.links if self._state.fit(link.peer, "prefill")]
@@ -376,22 +376,23 @@ class Cluster:
             PrefillChoice(link.peer, link.path, link.gib_per_s) for link in awake or fit
         )
 
-    def _use(self) -> None:
-        hoped, was_ready = self._hopes, self.ready
+    def _update_choices(self) -> None:
+        could_recover, was_ready = self._may_recover, self.ready
         clients = tuple(self._clients.values())
         awake = tuple(client for client in clients if not client.paused)
         self._choices = self._usable(clients)
         self._awake = self._choices if awake == clients else self._usable(awake)
-        self._hopes = self.ready or (hoped and any(map(self._may_wake, clients)))
-        if hoped and not self._hopes:
+        recoverable = could_recover and any(map(self._may_become_usable, clients))
+        self._may_recover = self.ready or recoverable
+        if could_recover and not self._may_recover:
             self._lost_at = time.monotonic()
-        if self.ready or not self._hopes:
+        if self.ready or not self._may_recover:
             self._news.set()
             self._news = asyncio.Event()
         if self.ready != was_ready:
             self._on_change()
 
-    def _may_wake(self, client: DecodeClient) -> bool:
+    def _may_become_usable(self, client: DecodeClient) -> bool:
         """Return whether the node is usable except for a pause or a silent engine.
 
         A paused node may lose its pairs and open them again.
@@ -403,11 +404,11 @@ class Cluster:
 
     def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
         """Return the decode nodes that can accept a request, with the prefill nodes of each."""
-        return self._taking(clients, lambda status: status.serves_alone) or self._taking(
+        return self._accepting(clients, lambda status: status.serves_alone) or self._accepting(
             clients, lambda status: status.falls_back
         )
 
-    def _taking(
+    def _accepting(
         self, clients: Sequence[DecodeClient], alone: Callable[[decode_pb2.Status], bool]
     ) -> Sequence[DecodeChoice]:
         """Return the decode nodes of `clients` that can accept a request.
