@@ -1,6 +1,7 @@
 """Runs a system's processes as children: start, health checks, restarts, shutdown."""
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -19,7 +20,8 @@ from node.frontend.frontend import exit_sentence
 STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node", "encode_node")
 
 
-PROGRESS_S = 10.0  # seconds between reports about processes that are still starting
+# Seconds between reports about processes that are still starting. An ordinary start takes less.
+PROGRESS_S = 20.0
 _MAX_PROGRESS = 120  # characters of a report
 
 
@@ -152,8 +154,16 @@ async def report_progress(
             line = child.last_lines(1)
             if line and reported.get(child.name) != line:
                 reported[child.name] = line
-                _, _, message = line.partition(": ")  # after time, level, program and logger
-                progress(child.name, (message or line)[:_MAX_PROGRESS])
+                progress(child.name, _message(line)[:_MAX_PROGRESS])
+
+
+def _message(line: str) -> str:
+    """Return the message of a log line, in text or JSON."""
+    try:
+        return str(json.loads(line)["message"])
+    except (ValueError, KeyError, TypeError):
+        _, _, message = line.partition(": ")  # after time, level, program and logger
+        return message or line
 
 
 @dataclass(frozen=True, slots=True)

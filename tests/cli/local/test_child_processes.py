@@ -118,9 +118,16 @@ async def test_waiting_for_the_end_of_a_child_can_be_cancelled(tmp_path):
     await child.stop(10.0)
 
 
-async def test_new_log_lines_of_starting_processes_are_reported_once(tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026-11-30T19:51:23Z INFO decode engine.cpu: compiling: 1 of 2",
+        '{"level": "info", "message": "compiling: 1 of 2"}',
+    ],
+)
+async def test_new_log_lines_of_starting_processes_are_reported_once(tmp_path, line):
     said: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-    script = "echo '2026-11-30T19:51:23Z INFO decode engine.cpu: compiling: 1 of 2'; sleep 60"
+    script = f"echo '{line}'; sleep 60"
     child = ChildProcess("decode-0", ["sh", "-c", script], tmp_path / "a")
     starting = {child}
     progress = asyncio.create_task(
