@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
     """Set the number of threads of this process and load the compiled operations.
 
-    The first start on a machine compiles them for minutes, unless the image has them.
+    The first start on a machine compiles them, which may take minutes, unless the image has them.
 
     Raises:
         ConfigError: compiled operations are required and cannot be loaded.
@@ -42,6 +42,6 @@ def _operators(threads: int) -> Operators:
     directory = cache_directory()
 
     def report() -> None:
-        log.info("compiling kernels for this CPU, once for some minutes %s", kv(cache=directory))
+        log.info("compiling kernels once, which may take minutes %s", kv(cache=directory))
 
     return Operators(prebuilt() or library(directory, report), threads)

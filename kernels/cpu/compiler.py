@@ -105,7 +105,7 @@ def library(directory: Path, on_compile: Callable[[], None]) -> Path:
 
     Args:
         directory: writable only by this user. Created if missing.
-        on_compile: called before a compilation, which takes minutes.
+        on_compile: called before a compilation, which may take minutes.
     Raises:
         NotCompiled: see its description.
     """
