@@ -55,13 +55,6 @@ class CopyQueue(Protocol):
     def mark(self) -> CopyMark: ...
 
 
-class DeviceScratch(Protocol):
-    """Scratch pages on the device, for probes, without a request's data. Freed with the object."""
-
-    @property
-    def pool(self) -> PagePool: ...
-
-
 class DeviceRuntime(Protocol):
     """One device, for any number of pools on it. Every method except `queue` may raise
     TransferError: the memory does not exist, or is on another device.
@@ -86,7 +79,9 @@ class DeviceRuntime(Protocol):
         """Allocate pinned host memory."""
         ...
 
-    def scratch(self, page_bytes: int) -> DeviceScratch: ...
+    def scratch(self, page_bytes: int) -> Tensor:
+        """Return scratch pages for probes, without a request's data, uint8 [pages, page_bytes]."""
+        ...
 
     def queue(self, direction: Direction) -> CopyQueue:
         """Return the shared copy queue of a direction."""
@@ -135,12 +130,12 @@ class CudaDevice:
         with _failures("no pinned memory"):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def scratch(self, page_bytes: int) -> "_CudaScratch":
+    def scratch(self, page_bytes: int) -> Tensor:
         memory = self.empty(scratch_pages(page_bytes), page_bytes, dtype=torch.uint8)
         queue = self._queues["to device"]
         queue.add(memory.zero_)
         queue.mark().wait()
-        return _CudaScratch(memory)
+        return memory
 
     def queue(self, direction: Direction) -> "_CudaQueue":
         return self._queues[direction]
@@ -205,13 +200,6 @@ class _CudaMark:
     def wait(self) -> None:
         with _failures("a copy has failed"):
             self._event.synchronize()
-
-
-class _CudaScratch:
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        num_pages, page_bytes = memory.shape
-        self.pool = PagePool(memory.data_ptr(), page_bytes, num_pages, str(memory.device))
 
 
 @contextmanager

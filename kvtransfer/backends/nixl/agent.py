@@ -283,8 +283,9 @@ class NixlCudaMemory:
         self._device.use()
         self._device.view(pool)
         self._scratch = self._device.scratch(pool.page_bytes)
+        num_pages, device = len(self._scratch), str(self._scratch.device)
         self.pool = pool
-        self.scratch = self._scratch.pool
+        self.scratch = PagePool(self._scratch.data_ptr(), pool.page_bytes, num_pages, device)
 
     def use(self) -> None:
         self._device.use()

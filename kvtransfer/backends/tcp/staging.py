@@ -34,12 +34,9 @@ class StagedMemory:
         """Raises TransferError if the pool is not on that device, or device memory is short."""
         device.use()
         self._device = device
-        self._scratch = device.scratch(pool.page_bytes)
-        self._pages = {
-            FrameKind.POOL: device.view(pool),
-            FrameKind.SCRATCH: device.view(self._scratch.pool),
-        }
-        self.scratch_pages = self._scratch.pool.num_pages
+        scratch = device.scratch(pool.page_bytes)
+        self._pages = {FrameKind.POOL: device.view(pool), FrameKind.SCRATCH: scratch}
+        self.scratch_pages = len(scratch)
         aligned = not (pool.base % _PACK_BYTES or pool.page_bytes % _PACK_BYTES)
         if aligned and pool.page_bytes < _LARGE_PAGE_BYTES:
             self._slot: type[_Slot] = _PackingSlot

@@ -1,5 +1,6 @@
 """Requirements of every data path. Producers of nixl and tcp are separate processes."""
 
+import contextlib
 import threading
 import time
 
@@ -12,7 +13,7 @@ from kvtransfer.backends.base import PagePool, PoolRegion, ReadMap, ReadRefused
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.network.data_children import CANARY, Memory, scattered
-from tests.support.network.data_ends import long_copy
+from tests.support.network.data_ends import long_copy, wait_for
 
 NUM_PAGES, PAGE_BYTES = 96, 16384
 AT_ONCE_S = 60.0  # on a busy machine
@@ -35,10 +36,11 @@ def connection(ends, backend, producer, memory):
     return ends.connect(backend, producer, memory)
 
 
-# Sizes of pages that divide no part or request evenly, more pages than one sendmsg has, pages
-# larger than a part.
+# Sizes of pages that divide no part or request evenly, or cannot be packed, more pages than one
+# sendmsg has, pages larger than a part or a request.
 @pytest.mark.parametrize(
-    "num_pages, page_bytes", [(1, 16), (2500, 1040), (700, 16384), (40, 393216), (3, 5242880)]
+    "num_pages, page_bytes",
+    [(1, 16), (3000, 24), (2500, 1040), (700, 16384), (40, 393216), (3, 5242880)],
 )
 def test_scattered_pages_are_written_to_their_place_and_no_other_byte_changes(
     ends, backend, num_pages, page_bytes
@@ -206,6 +208,36 @@ def test_stop_ends_a_running_copy(ends, backend):
     connection = ends.connect(backend, producer, memory)
     with long_copy(connection, memory, num_pages):  # 250 GiB
         connection.stop()
+
+
+# Seen failing if nixl's `_read` ignores the stop flag, and without the `settle` in
+# `TcpConnection.close`.
+def test_no_byte_is_written_after_close_at_any_moment(ends, backend, producer, memory):
+    description, rng = producer.admit(), np.random.default_rng(0)
+    for _ in range(25):
+        memory.pages[:] = CANARY
+        connection = backend.connect(description, producer.remote, memory.pool)
+        thread = threading.Thread(target=_copy_small_parts, args=(connection,))
+        thread.start()
+        wait_for(lambda: bool((memory.pages != CANARY).any()))
+        threading.Event().wait(rng.uniform(0, 0.01))  # the random moment
+        connection.stop()
+        thread.join(AT_ONCE_S)
+        assert not thread.is_alive()
+        memory.pages[:] = CANARY
+        threading.Event().wait(0.02)
+        assert (memory.pages == CANARY).all()
+
+
+def _copy_small_parts(connection):
+    """Copy until stopped, then close, like a link's thread."""
+    source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
+    with contextlib.suppress(TransferError):
+        while True:
+            for start in range(0, NUM_PAGES, 4):
+                part = slice(start, start + 4)
+                connection.copy(source[part], destination[part])
+    connection.close()
 
 
 def test_a_failed_producer_is_reported_as_an_error_at_once(

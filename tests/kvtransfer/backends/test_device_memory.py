@@ -120,24 +120,6 @@ def test_copies_of_many_requests_deliver_the_bytes_of_each(rig):
         rig.memory.pages[:] = CANARY
 
 
-@pytest.mark.parametrize(
-    "num_pages, page_bytes",
-    [
-        pytest.param(3000, 24, id="no vectors to pack"),
-        pytest.param(2000, 16, id="more pages than a request"),
-        pytest.param(9, 1 << 20, id="large pages"),
-        pytest.param(3, (4 << 20) + 16, id="pages larger than a request"),
-    ],
-)
-def test_pages_of_any_size_are_staged(make_rig, num_pages, page_bytes):
-    rig = make_rig(num_pages, page_bytes)
-    connection = rig.connect()
-    source, destination = scattered(0, num_pages, num_pages - 1)
-    connection.copy(source, destination)
-    assert (rig.memory.pages[destination] == rig.source.pages[source]).all()
-    assert (np.delete(rig.memory.pages, destination, axis=0) == CANARY).all()
-
-
 def test_large_pages_in_a_row_are_copied_at_once(make_rig):
     rig = make_rig(9, 1 << 20)
     rig.connect().copy(ALL[2:9], ALL[:7])
@@ -167,27 +149,6 @@ def test_a_rejected_copy_writes_nothing_afterwards(rig):
     connection.copy(ALL[:500], ALL[100:])
     assert (rig.memory.pages[100:] == rig.source.pages[:500]).all()
     assert (rig.memory.pages[:100] == CANARY).all()
-
-
-# Seen failing without the `settle` in `TcpConnection.close`.
-def test_no_byte_is_written_after_close(rig):
-    for _ in range(10):
-        connection = rig.connect()
-        copying = threading.Thread(target=_copy_until_it_ends, args=(connection,))
-        copying.start()
-        wait_for(lambda: bool((rig.memory.pages != CANARY).any()))
-        connection.stop()
-        copying.join()
-        rig.memory.pages[:] = CANARY
-        threading.Event().wait(0.02)
-        assert (rig.memory.pages == CANARY).all()
-
-
-def _copy_until_it_ends(connection: BackendConnection) -> None:
-    with contextlib.suppress(TransferError):
-        while True:
-            connection.copy(ALL, ALL)
-    connection.close()
 
 
 # Seen failing with `num_ahead` 0, and without its limit in `_answer_all`.

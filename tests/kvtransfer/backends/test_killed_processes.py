@@ -78,7 +78,11 @@ def _serves(ends: Ends, path: TransferBackend, producer: FarProducer) -> None:
     assert ends.log.read_text() == ""
 
 
-def test_a_producer_survives_consumers_killed_during_a_read(ends, path, deaths):
+FROZEN = pytest.mark.parametrize("frozen", [False, True], ids=["running", "frozen"])
+
+
+@FROZEN
+def test_a_producer_survives_consumers_killed_during_a_read(ends, path, deaths, frozen):
     producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
     producer.publish_all()
     _serves(ends, path, producer)
@@ -86,49 +90,32 @@ def test_a_producer_survives_consumers_killed_during_a_read(ends, path, deaths):
     with _leaving_nothing(producer.child, dead):
         for consumer in _consumers(ends, path, deaths):
             consumer.read_from(producer)
+            if frozen:
+                producer.child.freeze()
             _random_moment()
             consumer.child.kill()
             dead.append(consumer.child)
+            if frozen:
+                producer.child.thaw()
             producer.has_run()
     _serves(ends, path, producer)
 
 
-def test_a_consumer_survives_producers_killed_during_a_read(ends, path, deaths):
+@FROZEN
+def test_a_consumer_survives_producers_killed_during_a_read(ends, path, deaths, frozen):
     consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
     with _leaving_nothing(consumer.child, dead):
         for producer in _producers(ends, path, deaths):
             consumer.read_from(producer)
             _random_moment()
+            if frozen:
+                consumer.child.freeze()
             producer.child.kill()
             dead.append(producer.child)
+            if frozen:
+                consumer.child.thaw()
             consumer.failed()  # from another message: a read has no deadline of its own
-    assert consumer.child.alive
-    assert ends.log.read_text() == ""
-
-
-def test_a_frozen_producer_survives_the_death_of_its_consumers(ends, path, deaths):
-    producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
-    producer.publish_all()
-    for consumer in _consumers(ends, path, deaths):
-        consumer.read_from(producer)
-        producer.child.freeze()
-        _random_moment()
-        consumer.child.kill()
-        producer.child.thaw()
-        producer.has_run()
-    _serves(ends, path, producer)
-
-
-def test_a_frozen_consumer_survives_the_death_of_its_producers(ends, path, deaths):
-    consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
-    for producer in _producers(ends, path, deaths):
-        consumer.read_from(producer)
-        _random_moment()
-        consumer.child.freeze()
-        producer.child.kill()
-        consumer.child.thaw()
-        consumer.failed()
     assert consumer.child.alive
     assert ends.log.read_text() == ""
 

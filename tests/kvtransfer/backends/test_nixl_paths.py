@@ -1,7 +1,10 @@
-"""The choice of nixl's one-sided path. Unproven paths are never used."""
+"""The choice of nixl's one-sided path, and the end of its agents. Unproven paths are never used."""
 
 import logging
 import os
+import sys
+import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +28,25 @@ from kvtransfer.backends.nixl.agent import (
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import HOST, PATHS, NixlTransports
 from kvtransfer.backends.path_proof import SameHost
-from tests.support.network.data_children import CONSUMER, SOCKETS, Memory, TwoPathNixl, scattered
-from tests.support.network.data_ends import FarProducer
+from tests.support.network.data_children import (
+    CANARY,
+    CONSUMER,
+    SOCKETS,
+    Memory,
+    TwoPathNixl,
+    scattered,
+)
+from tests.support.network.data_ends import Ends, FarProducer, closing
 from tests.support.network.sockets import sockets_of
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 
 NUM_PAGES, PAGE_BYTES = 512, 16384
+
+
+@pytest.fixture
+def producer(ends: Ends) -> FarProducer:
+    return ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
 
 
 def changed(producer: FarProducer, **offer: object) -> bytes:
@@ -57,10 +72,9 @@ def test_a_path_for_which_ucx_uses_sockets_is_rejected(ends):
 
 # As if another process' memory could be mapped and not read. Seen failing with every producer
 # polled.
-def test_a_path_for_which_ucx_needs_the_producer_is_rejected(ends, monkeypatch):
+def test_a_path_for_which_ucx_needs_the_producer_is_rejected(producer, monkeypatch):
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
     helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=r"cma: no read of the producer's memory has completed"):
         connect(producer, producer.admit(), NixlBackend((helped,)))
     producer.has_run()
@@ -121,15 +135,15 @@ def test_the_next_path_is_used_if_the_first_does_not_work(ends):
         ({"evidence": msgspec.msgpack.encode({"ports": ["a/1"]})}, "cma: not a description of cma"),
     ],
 )
-def test_an_offer_that_is_wrong_here_is_rejected_before_its_agent_is_contacted(ends, offer, reason):
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+def test_an_offer_that_is_wrong_here_is_rejected_before_its_agent_is_contacted(
+    producer, offer, reason
+):
     description = changed(producer, **offer, metadata=b"never looked at")
     with pytest.raises(TransferError, match=reason):
         connect(producer, description, NixlBackend())
 
 
-def test_memory_of_different_kinds_has_no_one_sided_path(ends):
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+def test_memory_of_different_kinds_has_no_one_sided_path(producer):
     description = msgspec.msgpack.decode(producer.admit()) | {"device": "cuda:1"}
     with pytest.raises(TransferError, match="no one-sided path from cuda:1 to cpu"):
         connect(producer, msgspec.msgpack.encode(description), NixlBackend())
@@ -205,8 +219,9 @@ def test_memory_of_a_device_is_registered_with_its_number():
     [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
     ids=["connected", "not met", "no agent"],
 )
-def test_resources_of_a_path_are_released_with_and_without_a_connection(ends, offer, transports):
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+def test_resources_of_a_path_are_released_with_and_without_a_connection(
+    producer, offer, transports
+):
     let_go: list[str] = []
 
     class Held(SameHost):
@@ -239,8 +254,7 @@ class Broken(NixlHostMemory):
 
 
 # Seen failing without either `settle` in `NixlConnection.close`.
-def test_close_waits_for_copies_before_and_after_the_end_of_the_agent(ends, monkeypatch):
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+def test_close_waits_for_copies_before_and_after_the_end_of_the_agent(producer, monkeypatch):
     log: list[str] = []
     destroy = NixlAgent.destroy
 
@@ -253,9 +267,78 @@ def test_close_waits_for_copies_before_and_after_the_end_of_the_agent(ends, monk
     assert log == ["settled", "destroyed", "settled"]
 
 
-def test_an_unknown_fence_is_an_error(ends):
-    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+def test_an_unknown_fence_is_an_error(producer):
     with pytest.raises(
         EngineFault, match=r"over cma may still write to the pool: an illegal memory access"
     ):
         connect(producer, producer.admit(), NixlBackend(memory_of=Broken))
+
+
+# Over UCX's tcp both failed: no contact was made, and from the 20th second on no read completed.
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(23.0, marks=pytest.mark.long)])
+def test_a_stopped_producer_is_connected_read_and_disconnected(producer, seconds):
+    description = producer.admit()
+    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    producer.child.freeze()
+    source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
+    with closing(NixlBackend().connect(description, producer.remote, memory.pool)) as connection:
+        late = time.monotonic() + seconds
+        connection.copy(source, destination)
+        while time.monotonic() < late:
+            threading.Event().wait(0.2)
+            memory.pages[:] = CANARY
+            connection.copy(source, destination)
+    assert (memory.pages[destination] == producer.content[source]).all()
+    producer.child.thaw()
+    producer.has_run()
+
+
+# Seen failing without `error.__traceback__ = None` and the `del` in `_call`.
+def test_an_error_being_raised_does_not_keep_the_agent_alive(producer):
+    memory = Memory(NUM_PAGES, PAGE_BYTES)
+    connection = NixlBackend().connect(producer.admit(), producer.remote, memory.pool)
+    producer.end()
+    failed = False
+    try:
+        connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
+    except TransferError:
+        failed = True
+        connection.close()  # raises EngineFault if something still refers to the agent
+    assert failed
+
+
+def test_an_agent_that_does_not_end_is_an_error():
+    agent = NixlAgent()
+    keeper = agent._agent.agent  # as a forgotten handle would
+    with pytest.raises(EngineFault, match="still exists"):
+        agent.destroy()
+    del keeper
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"nonce": bytes(32)}, "is not the producer"),
+        ({"boot_id": "another"}, "on another host"),
+        ({"address": 4096}, "Bad address"),
+        ({"pid": 2**31 - 1}, "No such process"),
+    ],
+)
+def test_an_unproven_path_is_not_used(producer, change, reason):
+    (offer,) = msgspec.msgpack.decode(producer.admit())["offers"]
+    evidence = msgspec.msgpack.encode(msgspec.msgpack.decode(offer["evidence"]) | change)
+    with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
+        connect(producer, changed(producer, evidence=evidence), NixlBackend())
+
+
+# Seen failing without the check of the digest in `prove_same_host`.
+def test_metadata_that_the_producer_does_not_confirm_is_not_used(producer):
+    with pytest.raises(TransferError, match="is not that of the producer's agent"):
+        connect(producer, changed(producer, metadata=b"nobody"), NixlBackend())
+
+
+def test_a_missing_nixl_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
+    with pytest.raises(TransferError, match="nixl"):
+        NixlBackend().serve(Memory(8, 4096).pool, 1)

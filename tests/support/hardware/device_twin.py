@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceFailure, Direction
-from kvtransfer.backends.scratch import ReadScratch
+from kvtransfer.backends.scratch import scratch_pages
 
 WAIT_S = 60.0
 
@@ -140,8 +140,8 @@ class DeviceTwin:
 
     empty_host = empty
 
-    def scratch(self, page_bytes: int) -> ReadScratch:
-        return ReadScratch(page_bytes)
+    def scratch(self, page_bytes: int) -> Tensor:
+        return torch.zeros(scratch_pages(page_bytes), page_bytes, dtype=torch.uint8)
 
     def queue(self, direction: Direction) -> TwinQueue:
         return self.queues[direction]
