@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,20 @@ def pool_directory(configured: Path | None) -> Path:
             )
         for file in directory.iterdir():
             if _NAME.fullmatch(os.fsencode(file.name)):
-                _delete_unused(file)
+                delete_unused(file, Path.unlink)
     except OSError as error:
         raise ConfigError(f"engine.sim.pool_dir: {directory}: {error.strerror}") from error
     return directory
 
 
-def _delete_unused(file: Path) -> None:
-    """Delete the file unless a running node has locked it."""
+def delete_unused(path: Path, delete: Callable[[Path], None]) -> None:
+    """Delete a file or directory of this user, unless a running process has locked it."""
     with contextlib.suppress(OSError):
-        fd = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.unlink()
+            if os.fstat(fd).st_uid == os.getuid():
+                delete(path)
         finally:
             os.close(fd)
 

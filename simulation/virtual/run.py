@@ -5,7 +5,6 @@ killed runs.
 """
 
 import asyncio
-import contextlib
 import fcntl
 import gc
 import logging
@@ -25,6 +24,7 @@ from common.page_tables import PageTables
 from router.cluster.cluster_state import NodeReport
 from simulation.cost import StepCost
 from simulation.device.witness import expected_tokens
+from simulation.node.pools import delete_unused
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import ROUTER_ADDRESS, Response, VirtualCluster, running
 from simulation.virtual.faults import Fault
@@ -136,7 +136,7 @@ _NEW = "new-"  # prefix until the directory is locked, or another run would dele
 def scratch_directory() -> Iterator[Path]:
     """Make an empty directory, deleted at the end. Also delete directories of killed runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _delete_unused(left)
+        delete_unused(left, shutil.rmtree)
     new = Path(tempfile.mkdtemp(prefix=_NEW + _PREFIX))
     fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -146,18 +146,6 @@ def scratch_directory() -> Iterator[Path]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(fd)
-
-
-def _delete_unused(directory: Path) -> None:
-    """Delete a directory of this user, unless a running process has locked it."""
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_uid == os.getuid():
-                shutil.rmtree(directory)
-        finally:
-            os.close(fd)
 
 
 NAME = "sim"

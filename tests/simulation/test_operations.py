@@ -7,7 +7,6 @@ from unittest.mock import AsyncMock
 import pytest
 
 from simulation.virtual.operations import Pause, carry_out
-from simulation.virtual.scenario import read
 from tests.simulation.test_virtual import SMALL, baton_sim, report, written
 
 SPLIT = "cluster: {gpu: h100, model: llama-3-8b, prefill: 2, decode: 3}"
@@ -132,25 +131,6 @@ def test_wrong_options_are_refused_by_name(tmp_path: Path, option: str, named: s
     done = baton_sim(str(written(tmp_path, f"{SMALL}{cluster}")))
     assert done.returncode == 2
     assert named in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("operations: [{drain: decode/7, at: 1}]", "decode/7"),
-        ("planner: {act: true}", "act"),
-        ("planner: {every_s: 0}", "every_s"),
-        ("operations: [{at: 1}]", "one of set_role, drain, migrate, pause"),
-        ("operations: [{drain: decode/0, migrate: decode/0, at: 1}]", "one of set_role"),
-        ("operations: [{pause: decode/0, mode: sleep, at: 1, seconds: 1}]", "sleep"),
-        ("operations: [{set_role: decode/0, at: 1}]", "role"),
-        ("operations: [{drain: decode/0, role: prefill, at: 1}]", "role"),
-        ("operations: [{set_role: decode/0, role: router, at: 1}]", "router"),
-    ],
-)
-def test_wrong_commands_are_refused_by_name(tmp_path: Path, line: str, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        read(written(tmp_path, f"{SMALL}{line}\n"))
 
 
 @pytest.mark.long

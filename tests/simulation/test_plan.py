@@ -41,15 +41,6 @@ def test_strict_tpot_favours_disaggregation_and_lenient_limits_do_not():
             assert bool(each.layout.prefill) != bool(each.layout.chunk)
 
 
-def test_running_requests_obey_littles_law():
-    for each in make_plan(CLUSTER, LOAD, LatencyTargets(0.5, 0.05)).candidates:
-        rows, layout = each.forecast.rows, each.layout
-        if 1 < rows < 200 and layout.prefill:
-            in_node_s = rows * layout.decode / LOAD.rate
-            assert in_node_s / LOAD.output == pytest.approx(each.forecast.tpot, rel=0.3)
-            assert in_node_s / LOAD.output < each.forecast.tpot  # which is a 90th percentile
-
-
 def test_the_first_bottleneck_is_named():
     slow_link = Hardware(8, "h100", "llama-3-8b", "tcp25")
     for hardware, targets, expected in (

@@ -5,10 +5,8 @@ requests has a standard error of 47 %. So each run is compared with an ideal que
 arrivals, and the ideal queue with the formula over many more arrivals.
 """
 
-import json
 import random
 import statistics
-import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +18,8 @@ import msgspec
 import pytest
 
 from simulation.cost.measured import MeasuredStep, StepTable
-from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import read
+from tests.simulation.test_virtual import simulate
 
 MODEL = "llama-3-8b"
 SEEDS = (1, 2, 3)
@@ -70,14 +68,9 @@ SHARED = Ideal(0.6, 0.05, 0.05 / 0.4, shared)  # M/D/1-PS
 
 def run(directory: Path, **scenario: Any) -> tuple[dict[str, Any], list[float]]:
     """Run a scenario. Returns its report and its arrivals."""
-    file = directory / "sim.yaml"
-    file.write_text(json.dumps(scenario))
-    done = subprocess.run(
-        command(str(file)), env=environment(), stdout=subprocess.PIPE, check=True, timeout=300
-    )
-    report = json.loads(done.stdout)
+    report = simulate(directory, **scenario)
     assert report["right"] == report["requests"]
-    return report, [each.at for each in read(file).arrivals()]
+    return report, [each.at for each in read(directory / "sim.yaml").arrivals()]
 
 
 def gpu(directory: Path, step_s: float, more_s: float = 0.0) -> str:

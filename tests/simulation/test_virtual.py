@@ -17,6 +17,7 @@ from simulation.cost import StepCost
 from simulation.cost.models import StepShape
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.loop import Deadlock, VirtualLoop
+from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import read
 from tests.support.runner.isolation import ROOT
 
@@ -29,14 +30,23 @@ load: {rate: 20, input: 100, output: 5, requests: 6}
 
 
 def baton_sim(*arguments: str, hash_seed: str = "1") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "cli.main", "sim", *arguments]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    line = [sys.executable, "-m", "cli.main", "sim", *arguments]
+    given = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(line, env=given, capture_output=True, text=True, timeout=120)
 
 
 def report(file: Path, hash_seed: str = "1") -> Any:
     done = baton_sim(str(file), "--json", hash_seed=hash_seed)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def simulate(directory: Path, **scenario: Any) -> Any:
+    """Run a scenario without the rest of the command. Returns its report."""
+    file = written(directory, json.dumps(scenario))
+    done = subprocess.run(
+        command(str(file)), env=environment(), stdout=subprocess.PIPE, check=True, timeout=300
+    )
     return json.loads(done.stdout)
 
 
@@ -201,6 +211,15 @@ def test_a_trace_is_sorted_and_shares_prefixes(tmp_path: Path) -> None:
         ("cluster: {gpu: h100, model: llama-3-8b, colocated: 1, tp: 2}", "tp"),
         ("load: {rate: 1, input: 5, output: 5}", "requests"),
         ("load: {trace: x, rate: 1}", "load.rate"),
+        ("operations: [{drain: decode/7, at: 1}]", "decode/7"),
+        ("planner: {act: true}", "act"),
+        ("planner: {every_s: 0}", "every_s"),
+        ("operations: [{at: 1}]", "one of set_role, drain, migrate, pause"),
+        ("operations: [{drain: decode/0, migrate: decode/0, at: 1}]", "one of set_role"),
+        ("operations: [{pause: decode/0, mode: sleep, at: 1, seconds: 1}]", "sleep"),
+        ("operations: [{set_role: decode/0, at: 1}]", "role"),
+        ("operations: [{drain: decode/0, role: prefill, at: 1}]", "role"),
+        ("operations: [{set_role: decode/0, role: router, at: 1}]", "router"),
     ],
 )
 def test_unsupported_keys_are_refused_by_name(tmp_path: Path, line: str, named: str) -> None:

@@ -1,30 +1,22 @@
 """Windows, states, drafts, swaps and offload tiers in virtual time: every token is right."""
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simulation.virtual.process import command, environment
+from tests.simulation.test_virtual import simulate
 
 DRAFTS = {"engine.speculative.method": "ngram"}
 TIER = {"engine.offload.cpu_bytes": 2_000_000_000}
 SHORT_OF_PAGES = {"engine.scheduler.retract_every": 7, "engine.cache.num_pages": 1100}
 
 
-def report(directory: Path, cluster: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def report(directory: Path, cluster: dict[str, Any], options: dict[str, Any]) -> Any:
     """Run 30 requests on H100s."""
     load = {"rate": 6, "input": [600, 1500], "output": 40, "prefixes": 8, "requests": 30}
-    file = directory / "sim.yaml"
-    file.write_text(
-        json.dumps({"cluster": {"gpu": "h100", "options": options, **cluster}, "load": load})
-    )
-    run = command(str(file))
-    done = subprocess.run(run, env=environment(), stdout=subprocess.PIPE, check=True, timeout=300)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    nodes = {"gpu": "h100", "options": options, **cluster}
+    return simulate(directory, cluster=nodes, load=load)
 
 
 @pytest.mark.long
