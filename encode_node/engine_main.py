@@ -35,7 +35,7 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello
-from kvtransfer.ports import ClosedEvent, GrantedEvent, NodeCommand, NodeEvent, OpenedEvent
+from kvtransfer.ports import ClosedEvent, GrantedEvent, NodeEvent, OpenedEvent
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.rank_paths import paths_of_rank
@@ -163,7 +163,7 @@ class EncodeEngine:
     def __init__(
         self,
         channel: EngineChannel,
-        transfer: TransferThread[NodeCommand],
+        transfer: TransferThread,
         exports: EmbeddingExports,
         gauges: Callable[[], dict[str, float]],
         weights: WeightsId,
@@ -277,7 +277,7 @@ def body(begin: Begin, first: StartRole) -> None:
 
 def _make_transfer(
     start: EngineStart[EncodeConfig], loaded: LoadedEncoder, clock: TurnClock
-) -> TransferThread[NodeCommand]:
+) -> TransferThread:
     """Serve the pages, and return the transfer thread, which is not started yet."""
     config, layout, kv = start.config, loaded.layout, loaded.pool
     pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(loaded.opened.device))

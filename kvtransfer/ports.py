@@ -19,8 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.request import Remaining
-from common.requests.namespace import Namespace, WeightsId
-from kvtransfer.messages import CancelHandoff, HandoffAdmitted, HandoffId, SampledOutput, Source
+from common.requests.namespace import WeightsId
+from kvtransfer.messages import (
+    CancelHandoff,
+    HandoffAdmitted,
+    HandoffId,
+    InvalidatePrefix,
+    SampledOutput,
+    Source,
+)
 
 Ints = NDArray[np.int32]
 
@@ -94,13 +101,10 @@ class GrantCommand(msgspec.Struct, frozen=True):
 
 
 class InvalidateCommand(msgspec.Struct, frozen=True):
-    """A report to `producer`, if still paired, that its KV of these tokens gave NaN or Inf
-    logits.
-    """
+    """Send this message to `producer`, if still paired."""
 
     producer: int
-    token_ids: Ints
-    namespace: Namespace
+    message: InvalidatePrefix
 
 
 # Events to a consumer's engine. HandoffAdmitted is one, too.
@@ -218,7 +222,7 @@ class FailCommand(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0  # above 0.0: retry after this time, because the queue is too long
 
 
-# Events to a producer's engine
+# Events to a producer's engine. InvalidatePrefix is one, too. Its report may be wrong.
 
 
 class OpenedEvent(msgspec.Struct, frozen=True):
@@ -252,15 +256,6 @@ class ClosedEvent(msgspec.Struct, frozen=True):
     id: HandoffId  # used in logs
     completed: bool
     reason: str
-
-
-class InvalidateEvent(msgspec.Struct, frozen=True):
-    """A consumer's report that KV of these tokens from this node led to NaN or Inf logits. The
-    report may be wrong.
-    """
-
-    token_ids: Ints
-    namespace: Namespace
 
 
 # Commands of any engine
@@ -298,7 +293,7 @@ ConsumerEvent: TypeAlias = (
     | ReadsEndedEvent
 )
 ProducerCommand: TypeAlias = AdmittedCommand | PublishCommand | FailCommand
-ProducerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
+ProducerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidatePrefix
 NodeCommand: TypeAlias = (
     ConsumerCommand | ProducerCommand | SetWeightVersion | ClosePairs | OpenPairs
 )

@@ -38,7 +38,7 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, PoolRegion, TransferBackend
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello
-from kvtransfer.ports import NodeCommand, TransferPort
+from kvtransfer.ports import TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.node_paths import start_ranks
@@ -135,7 +135,7 @@ class NodeRuntime:
     instance: int  # instance id by which peers identify this node's hand-offs
     channel: FrontendChannel
     clock: StepClock
-    transfer: TransferThread[NodeCommand]
+    transfer: TransferThread
     control: EngineControl
     weights: WeightSharing
     sharing: PrefixSharing
@@ -285,7 +285,7 @@ def _make_transfer(
     paths: TransferPaths,
     regions: tuple[PoolRegion, ...],
     reads: ReadMetrics,
-) -> TransferThread[NodeCommand]:
+) -> TransferThread:
     steps, shape = start.config.engine.scheduler, engine.shape
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     hello = PairHello.of(
@@ -377,7 +377,7 @@ def _make_weights(
     engine: Engine,
     start: EngineStart[C],
     shared: SharedReads,
-    transfer: TransferThread[NodeCommand],
+    transfer: TransferThread,
 ) -> WeightSharing:
     return WeightSharing(
         engine.weights,
@@ -394,7 +394,7 @@ def _make_sharing(
     engine: Engine,
     start: EngineStart[C],
     shared: SharedReads,
-    transfer: TransferThread[NodeCommand],
+    transfer: TransferThread,
     weights: WeightSharing,
 ) -> PrefixSharing:
     return PrefixSharing(

@@ -21,7 +21,6 @@ from kvtransfer.messages import (
     HandoffFailed,
     HandoffId,
     Heartbeat,
-    InvalidatePrefix,
     OpenHandoff,
     PagesReady,
     PagesReleased,
@@ -44,7 +43,6 @@ from kvtransfer.protocol.actions import ConfirmRead, ConsumerAction, ExpectPages
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
-    HandoffStatus,
     ProducerPace,
     ProtocolEnd,
     earliest,
@@ -299,12 +297,11 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
                     self._send(attempt.stream, command)
-                    self._leave(attempt, HandoffStatus.FAILED)
-            case InvalidateCommand(producer, token_ids, namespace):
+                    self._leave(attempt)
+            case InvalidateCommand(producer, message):
                 stream = self._stream_to(producer)
                 if stream is not None:
-                    forget = InvalidatePrefix(token_ids.tobytes(), namespace)
-                    self._send(stream, forget)
+                    self._send(stream, message)
         return self._taken()
 
     def tick(self, now: float) -> list[ConsumerAction]:
@@ -378,7 +375,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         held = CompletedEvent(attempt.id, attempt.landed, attempt.num_kv)
         confirm = ConfirmRead(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
-        self._leave(attempt, HandoffStatus.SUCCESS)
+        self._leave(attempt)
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
@@ -387,10 +384,9 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
 
     def _lose(self, attempt: ConsumerHandoff, event: FailedEvent) -> None:
         self._actions.append(event)
-        self._leave(attempt, HandoffStatus.FAILED)
+        self._leave(attempt)
 
-    def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
-        attempt.to(end)
+    def _leave(self, attempt: ConsumerHandoff) -> None:
         del self._attempts[attempt.id]
         for wait in _Wait:
             self._deadlines.drop(_Key(attempt.id, wait))

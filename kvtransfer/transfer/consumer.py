@@ -13,17 +13,22 @@ from dataclasses import dataclass, field
 
 from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
-from common.errors import LayoutMismatch, TransferError
+from common.errors import TransferError
 from common.logs import ThrottledLog, kv
-from common.requests.namespace import WeightsId
-from kvtransfer.frontend_messages import EndStream, LocalHello, PairOpened, SendMessage
+from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
-from kvtransfer.ports import LINK_PATHS, CompletedEvent, ConsumerCommand, FailedEvent
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import (
+    LINK_PATHS,
+    CompletedEvent,
+    ConsumerCommand,
+    FailedEvent,
+)
 from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,
     ConsumerAction,
+    EventOutlet,
     ExpectPages,
     OpenLink,
     PageSum,
@@ -41,7 +46,6 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.paths import LinkOpener, PageChecksums
-from kvtransfer.transfer.thread import EventOutlet
 
 log = logging.getLogger(__name__)
 
@@ -136,19 +140,11 @@ class ConsumerSide:
         # Streams whose links must close, each with the reason.
         self._distrusted: list[tuple[int, str]] = []
 
-    def start(self) -> None:
-        self._outlet.send(LocalHello(self._hello))
+    def check(self, hello: PairHello) -> None:
+        """Raise LayoutMismatch if the pages of a producer cannot be read."""
+        self._opener.check(hello)
 
-    def opened(self, opening: PairOpened, now: float) -> None:
-        stream, hello = opening.stream, opening.hello
-        refused = lasts(self._hello, hello)
-        try:
-            compare(self._hello, hello)
-            refused = True
-            self._opener.check(hello)
-        except LayoutMismatch as mismatch:
-            self._outlet.send(EndStream(stream, str(mismatch), refused))
-            return
+    def opened(self, stream: int, hello: PairHello, now: float) -> None:
         self._peers[stream] = hello
         there, here = hello.regions[0], self._hello.regions[0]
         pages = ProducerPages(
@@ -158,14 +154,6 @@ class ConsumerSide:
             min(there.page_bytes, here.page_bytes),
         )
         self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
-
-    def compute_with(self, weights: WeightsId) -> None:
-        """Announce this weight version from now on. Ends pairs with nodes of another version."""
-        hello = self._hello.with_weights(weights)
-        if hello != self._hello:
-            self._hello = hello
-            self._outlet.send(LocalHello(hello))
-            self.end_pairs(OTHER_WEIGHTS)
 
     def end_pairs(self, reason: str) -> None:
         """End all pairs. New ones may follow."""

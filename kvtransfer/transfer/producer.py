@@ -14,11 +14,9 @@ from typing import Any
 import msgspec
 
 from common.copy_map import NodeShape
-from common.errors import LayoutMismatch
 from common.logs import ThrottledLog
-from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints
-from kvtransfer.frontend_messages import EndStream, PairOpened, SendMessage
+from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import (
     AnyMessage,
     HandoffFailed,
@@ -27,13 +25,17 @@ from kvtransfer.messages import (
     OpenHandoff,
     PagesReady,
 )
-from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
+from kvtransfer.pairing import PairHello
 from kvtransfer.ports import ProducerCommand, TablePages
-from kvtransfer.protocol.actions import ExposePages, ProducerAction, WithdrawPages
+from kvtransfer.protocol.actions import (
+    EventOutlet,
+    ExposePages,
+    ProducerAction,
+    WithdrawPages,
+)
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.paths import PageChecksums, PathOffers
-from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest preparation. A consumer's dialer waits longer
 _log = ThrottledLog(logging.getLogger(__name__))
@@ -102,7 +104,7 @@ class ProducerSide:
     """The producer's side of a node. Transfer thread only.
 
     Args:
-        hello: Hello of this node, without paths.
+        hello: Hello of this node, without paths. Replaced when its weight version changes.
         wake: ends the transfer thread's sleep. Called by any thread.
         sums: samples pages on publication.
         max_unconsumed_tokens: limit of tokens in one consumer's Opens and InvalidatePrefixes that
@@ -122,7 +124,7 @@ class ProducerSide:
         max_unconsumed_tokens: int = MAX_TOKENS,
     ) -> None:
         self._end = end
-        self._hello = hello
+        self.hello = hello
         self._offers = offers
         self._outlet = outlet
         self._sums = sums
@@ -134,26 +136,12 @@ class ProducerSide:
         self._consumers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
 
-    def opened(self, opening: PairOpened, now: float) -> None:
-        stream, hello = opening.stream, opening.hello
-        try:
-            compare(self._hello, hello)
-        except LayoutMismatch as mismatch:
-            refused = lasts(self._hello, hello)
-            self._outlet.send(EndStream(stream, str(mismatch), refused))
-            return
+    def opened(self, stream: int, hello: PairHello, now: float) -> None:
         for old in self._admissions.streams_of(hello.instance):
             self._reject(old, "the consumer has opened another stream")
         self._consumers[stream] = hello.shape
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
-
-    def compute_with(self, weights: WeightsId) -> None:
-        """Announce this weight version from now on. Ends pairs with nodes of another version."""
-        hello = self._hello.with_weights(weights)
-        if hello != self._hello:
-            self._hello = hello
-            self.end_pairs(OTHER_WEIGHTS)
 
     def end_pairs(self, reason: str) -> None:
         """End all pairs. New ones may follow."""
@@ -199,7 +187,7 @@ class ProducerSide:
 
     def _answer_ready(self, now: float) -> None:
         for stream, instance in self._admissions.take_ready(now):
-            hello = msgspec.structs.replace(self._hello, paths=self._offers.admit(stream))
+            hello = msgspec.structs.replace(self.hello, paths=self._offers.admit(stream))
             self._outlet.send(SendMessage(stream, hello))
             self._carry_out(self._end.stream_up(stream, instance, now))
 

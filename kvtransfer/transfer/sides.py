@@ -9,11 +9,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from common.config import TransferConfig
-from common.errors import EngineFault, FailedPrecondition, ServingError
+from common.errors import EngineFault, FailedPrecondition, LayoutMismatch, ServingError
 from common.page_tables import PageTables
-from kvtransfer.frontend_messages import EndStream, PairOpened
+from common.requests.namespace import WeightsId
+from kvtransfer.frontend_messages import EndStream, LocalHello, PairOpened
 from kvtransfer.messages import AnyMessage, CancelHandoff
-from kvtransfer.pairing import PairHello
+from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import (
     ClosePairs,
     GrantCommand,
@@ -23,13 +24,13 @@ from kvtransfer.ports import (
     OpenPairs,
     SetWeightVersion,
 )
+from kvtransfer.protocol.actions import EventOutlet
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.paths import PageBytes, PageChecksums, PathOffers, TransferPaths
 from kvtransfer.transfer.producer import ProducerSide
-from kvtransfer.transfer.thread import EventOutlet
 
 RELEASED = "the memory of its pages is released"
 _CLOSE_S = 30.0  # for links to end, and for registrations of all ranks
@@ -37,11 +38,20 @@ _OPEN_S = 120.0  # for registrations of all ranks
 
 
 class TransferSides:
-    """The consumer's and the producer's side of one node. Transfer thread only."""
+    """The consumer's and the producer's side of one node. Transfer thread only.
+
+    Args:
+        hello: Hello of this node, without paths.
+    """
 
     def __init__(
-        self, consumer: ConsumerSide, publisher: ProducerSide, outlet: EventOutlet
+        self,
+        hello: PairHello,
+        consumer: ConsumerSide,
+        publisher: ProducerSide,
+        outlet: EventOutlet,
     ) -> None:
+        self._hello = hello
         self._consumer = consumer
         self._publisher = publisher
         self._outlet = outlet
@@ -50,16 +60,45 @@ class TransferSides:
         self._closing: Future[None] | None = None  # `done` of ClosePairs, until OpenPairs
 
     def start(self) -> None:
-        self._consumer.start()
+        self._outlet.send(LocalHello(self._hello))
 
     def opened(self, opening: PairOpened, now: float) -> None:
-        if self._closing is not None:
-            self._refused.add(opening.stream)
-            self._outlet.send(EndStream(opening.stream, RELEASED, refused=False))
-            return
+        stream, hello = opening.stream, opening.hello
         side = self._consumer if opening.as_consumer else self._publisher
-        self._of_stream[opening.stream] = side
-        side.opened(opening, now)
+        refusal = self._refusal(opening)
+        if refusal is not None:
+            self._refused.add(stream)
+            self._outlet.send(refusal)
+            return
+        self._of_stream[stream] = side
+        side.opened(stream, hello, now)
+
+    def _refusal(self, opening: PairOpened) -> EndStream | None:
+        """Return the end of a stream whose nodes may not pair now, or None."""
+        stream, hello = opening.stream, opening.hello
+        if self._closing is not None:
+            return EndStream(stream, RELEASED, refused=False)
+        lasting = lasts(self._hello, hello)
+        try:
+            compare(self._hello, hello)
+            lasting = True
+            if opening.as_consumer:
+                self._consumer.check(hello)
+        except LayoutMismatch as mismatch:
+            return EndStream(stream, str(mismatch), lasting)
+        return None
+
+    def _compute_with(self, weights: WeightsId) -> None:
+        """Announce this weight version from now on. Ends pairs with nodes of another version."""
+        hello = self._hello.with_weights(weights)
+        if hello != self._hello:
+            self._hello = self._publisher.hello = hello
+            self._outlet.send(LocalHello(hello))
+            self._end_pairs(OTHER_WEIGHTS)
+
+    def _end_pairs(self, reason: str) -> None:
+        self._consumer.end_pairs(reason)
+        self._publisher.end_pairs(reason)
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         if stream in self._refused:
@@ -76,12 +115,10 @@ class TransferSides:
             case OpenCommand() | GrantCommand() | CancelHandoff() | InvalidateCommand():
                 self._consumer.command(command, now)
             case SetWeightVersion(weights):
-                self._consumer.compute_with(weights)
-                self._publisher.compute_with(weights)
+                self._compute_with(weights)
             case ClosePairs(done):
                 self._closing = done
-                self._consumer.end_pairs(RELEASED)
-                self._publisher.end_pairs(RELEASED)
+                self._end_pairs(RELEASED)
             case OpenPairs():
                 self._closing = None
             case _:
@@ -140,7 +177,7 @@ def both_sides(
             PageChecksums(contents(), config.checksum_interval, paths.compared),
             max_unconsumed_tokens=max_unconsumed_tokens,
         )
-        return TransferSides(consumer, publisher, outlet)
+        return TransferSides(hello, consumer, publisher, outlet)
 
     return made
 

@@ -1,8 +1,7 @@
 """The transfer thread of an engine process. It drives the pair streams, hand-offs and links.
 
 It sleeps until the frontend, the engine thread, a link or a deadline needs it, and responds
-immediately, even during a forward pass. A TransferSide implements the work of a producer or a
-consumer, of which this module knows nothing.
+immediately, even during a forward pass. TransferSides does the work.
 """
 
 import logging
@@ -10,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
 from common.process.ipc import FrameSocket, PeerGone, WakeUp
 from kvtransfer.frontend_messages import (
@@ -19,79 +17,24 @@ from kvtransfer.frontend_messages import (
     PairInput,
     PairMessage,
     PairOpened,
-    PairOutput,
 )
-from kvtransfer.messages import AnyMessage
-from kvtransfer.ports import NodeEvent
+from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.protocol.actions import EventOutlet
+from kvtransfer.transfer.sides import TransferSides
 
 log = logging.getLogger(__name__)
-
-Command = TypeVar("Command")
-CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
 HEARTBEAT_S = 1.0  # seconds between two heartbeats to the frontend
 
 
-class TransferSide(Protocol[CommandIn]):
-    """A node's work on its pair streams. Transfer thread only. No call blocks."""
-
-    def start(self) -> None:
-        """Called first, once."""
-        ...
-
-    def opened(self, opening: PairOpened, now: float) -> None: ...
-
-    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None: ...
-
-    def received(self, stream: int, message: AnyMessage, now: float) -> None: ...
-
-    def command(self, command: CommandIn, now: float) -> None: ...
-
-    def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Handle deadlines and send output. Called after all input, at the latest at
-        `next_deadline`.
-        """
-        ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def close(self) -> None:
-        """Called last. Afterwards the pool may be unmapped."""
-        ...
-
-
-class EventOutlet:
-    """The output of a side: messages to the frontend, and events to the engine thread."""
-
-    def __init__(self, frames: FrameSocket[PairInput]) -> None:
-        self.send: Callable[[PairOutput], None] = frames.send
-        self._events: deque[NodeEvent] = deque()
-        self.num_emitted = 0  # events, counted on the transfer thread
-        self.num_consumed = 0  # consumed events, counted on the engine thread
-
-    def emit(self, event: NodeEvent) -> None:
-        self.num_emitted += 1
-        self._events.append(event)
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
-
-    def take(self) -> list[NodeEvent]:
-        """Return the events not consumed yet. Engine thread only."""
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        self.num_consumed += len(events)
-        return events
-
-
-class Transfer(Generic[Command]):
+class Transfer:
     """The work of the transfer thread, and the engine thread's port to it. It never sleeps itself:
     a driver calls `turn` when `fileno` is readable, after each `wake`, and after `due_in_s`.
 
     Args:
         frames: connection to the frontend's pair streams. Owned by this object.
-        make_side: creates the side from the outlet and `wake`.
+        make_sides: creates the sides from the outlet and `wake`.
         wake: ends the driver's sleep. Called by any thread.
         engine_late_s: returns the seconds by which the engine is late. Called by `turn`.
         stall_s: heartbeats stop once the engine is later than this.
@@ -101,7 +44,7 @@ class Transfer(Generic[Command]):
     def __init__(
         self,
         frames: FrameSocket[PairInput],
-        make_side: Callable[[EventOutlet, Callable[[], None]], TransferSide[Command]],
+        make_sides: Callable[[EventOutlet, Callable[[], None]], TransferSides],
         *,
         wake: Callable[[], None],
         engine_late_s: Callable[[], float],
@@ -109,19 +52,19 @@ class Transfer(Generic[Command]):
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
-        self._outlet = EventOutlet(frames)
-        self._side = make_side(self._outlet, wake)
+        self._outlet = EventOutlet(frames.send)
+        self._sides = make_sides(self._outlet, wake)
         self._wake = wake
         self._engine_late_s = engine_late_s
         self._stall_s = stall_s
         self._wake_engine = wake_engine
-        self._commands: deque[Command] = deque()
+        self._commands: deque[NodeCommand] = deque()
         self._heartbeat_at = 0.0
         self._fault: BaseException | None = None
 
     # The engine thread's port
 
-    def post(self, command: Command) -> None:
+    def post(self, command: NodeCommand) -> None:
         self._commands.append(command)
         self._wake()
 
@@ -142,8 +85,8 @@ class Transfer(Generic[Command]):
         return self._frames.wants_write
 
     def open(self) -> None:
-        """Start the side. Called once, before the first `turn`."""
-        self._side.start()
+        """Start both sides. Called once, before the first `turn`."""
+        self._sides.start()
 
     def turn(self) -> None:
         """Handle all input and expired deadlines. Raises PeerGone if the frontend has ended."""
@@ -151,16 +94,16 @@ class Transfer(Generic[Command]):
         for message in self._frames.receive():
             match message:
                 case PairOpened():
-                    self._side.opened(message, now)
+                    self._sides.opened(message, now)
                 case PairMessage(stream, content):
-                    self._side.received(stream, content, now)
+                    self._sides.received(stream, content, now)
                 case PairClosed(stream, reason, engine_died):
-                    self._side.closed(stream, reason, engine_died)
+                    self._sides.closed(stream, reason, engine_died)
         for _ in range(len(self._commands)):
-            self._side.command(self._commands.popleft(), now)
+            self._sides.command(self._commands.popleft(), now)
         late_s = self._engine_late_s()
         moves = late_s < self._stall_s
-        self._side.tick(now, engine_moves=moves)
+        self._sides.tick(now, engine_moves=moves)
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
             if moves:
@@ -170,7 +113,7 @@ class Transfer(Generic[Command]):
 
     def due_in_s(self) -> float:
         """Return the seconds until the next `turn`, at most LONGEST_SLEEP_S."""
-        deadline = self._side.next_deadline()
+        deadline = self._sides.next_deadline()
         due = self._heartbeat_at if deadline is None else min(deadline, self._heartbeat_at)
         return min(max(due - time.monotonic(), 0.0), LONGEST_SLEEP_S)
 
@@ -180,37 +123,35 @@ class Transfer(Generic[Command]):
         self._wake_engine()
 
     def close(self) -> None:
-        self._side.close()
+        self._sides.close()
         self._frames.close()
 
 
-class TransferThread(Generic[Command]):
-    """The thread that drives a Transfer, and the engine thread's port to it.
+class TransferThread(Transfer):
+    """A Transfer with the thread that drives it.
 
     Args:
-        frames, make_side, engine_late_s, stall_s, wake_engine: see Transfer.
+        frames, make_sides, engine_late_s, stall_s, wake_engine: see Transfer.
     """
 
     def __init__(
         self,
         frames: FrameSocket[PairInput],
-        make_side: Callable[[EventOutlet, Callable[[], None]], TransferSide[Command]],
+        make_sides: Callable[[EventOutlet, Callable[[], None]], TransferSides],
         *,
         engine_late_s: Callable[[], float],
         stall_s: float = HEARTBEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
-        self._frames = frames
         self._wake_up = WakeUp()
-        self._transfer: Transfer[Command] = Transfer(
+        super().__init__(
             frames,
-            make_side,
+            make_sides,
             wake=self._wake_up.wake,
             engine_late_s=engine_late_s,
             stall_s=stall_s,
             wake_engine=wake_engine,
         )
-        self.post, self.take = self._transfer.post, self._transfer.take
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
@@ -225,14 +166,14 @@ class TransferThread(Generic[Command]):
 
     def _run(self) -> None:
         try:
-            self._transfer.open()
+            self.open()
             while not self._stopped:
-                self._wake_up.sleep(self._frames, self._transfer.due_in_s())
-                self._transfer.turn()
+                self._wake_up.sleep(self._frames, self.due_in_s())
+                self.turn()
         except PeerGone:
             pass  # the engine thread's own socket reports the same
         except BaseException as fault:
             log.exception("the transfer thread failed")
-            self._transfer.fail(fault)
+            self.fail(fault)
         finally:
-            self._transfer.close()
+            self.close()

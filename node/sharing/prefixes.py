@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
+
 from common.config import PrefixSharingConfig
 from common.queueing import QueueEntry, QueueEstimator
 from common.request import PrefixHint
@@ -16,7 +18,15 @@ from engine.batch.request import Request
 from engine.core import EngineCore
 from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.slot_owners import CorruptPrefix
-from kvtransfer.messages import Embeddings, HandoffId, Live, Prefix, Prompt, Weights
+from kvtransfer.messages import (
+    Embeddings,
+    HandoffId,
+    InvalidatePrefix,
+    Live,
+    Prefix,
+    Prompt,
+    Weights,
+)
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -25,7 +35,6 @@ from kvtransfer.ports import (
     FailedEvent,
     GrantedEvent,
     InvalidateCommand,
-    InvalidateEvent,
     NodeEvent,
     OpenedEvent,
     ProducerDown,
@@ -75,10 +84,11 @@ class CorruptPrefixes:
     def found(self, prefix: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has dropped, to the nodes from which it came."""
         self.counts["forgotten_prefixes/own"] += 1
+        message = InvalidatePrefix(prefix.token_ids.tobytes(), prefix.namespace)
         for producer in dict.fromkeys(prefix.given_by):
-            self._port.post(InvalidateCommand(producer, prefix.token_ids, prefix.namespace))
+            self._port.post(InvalidateCommand(producer, message))
 
-    def asked(self, event: InvalidateEvent) -> None:
+    def asked(self, event: InvalidatePrefix) -> None:
         now = self._clock()
         due = max(self._next_due, now)
         if due > now + (MAX_INVALIDATIONS - 1) * INVALIDATION_INTERVAL_S:
@@ -86,7 +96,7 @@ class CorruptPrefixes:
             return
         self._next_due = due + INVALIDATION_INTERVAL_S
         self.counts["forgotten_prefixes/asked"] += 1
-        self._cache.forget(event.token_ids, event.namespace)
+        self._cache.forget(np.frombuffer(event.token_ids, np.int32), event.namespace)
 
 
 class PrefixSources:
@@ -318,7 +328,7 @@ class PrefixSharing:
             case ProducerDown():
                 self.fetches.costs.forget(event.instance)
                 return not self.shared.note(event)
-            case InvalidateEvent():
+            case InvalidatePrefix():
                 self.corrupt_prefixes.asked(event)
                 return True
         return False

@@ -8,7 +8,7 @@ between two nodes, which simulations with faults change.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,16 +71,6 @@ _MAX_JOBS = 4096  # reads of one link
 _CONNECT_S = 5.0
 _RESEND_S = 0.2  # seconds until vanished packets are sent again
 _METRIC_PATHS = {"nvlink": "nvlink", "rdma400": "rdma", "tcp100": "tcp", "tcp25": "tcp"}
-
-
-class SharedPages:
-    """The bytes of this node's pages, for checksums."""
-
-    def __init__(self, pool: Words) -> None:
-        self._pool = pool
-
-    def each(self, pages: Sequence[int]) -> Iterator[memoryview]:
-        return (memoryview(self._pool[page : page + 1].tobytes()) for page in pages)
 
 
 class SimOffers:

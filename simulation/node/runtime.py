@@ -15,14 +15,15 @@ from engine.kv_cache.kv_events import CacheEvents
 from engine.loop.loop import EventLoop
 from engine.loop.step_clock import Lateness, StepClock
 from engine.offload.cache_tiers import tier_gauges
-from kvtransfer.backends.base import PoolRegion
+from kvtransfer.backends.base import PagePool, PoolRegion
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello
-from kvtransfer.ports import NodeCommand, TransferPort
+from kvtransfer.ports import TransferPort
+from kvtransfer.protocol.actions import EventOutlet
 from kvtransfer.transfer.consumer import ReadMetrics
-from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
+from kvtransfer.transfer.paths import ComparedBytes, HostPageBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
-from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
+from kvtransfer.transfer.thread import LONGEST_SLEEP_S, Transfer
 from node.control.engine_control import (
     CacheReports,
     EngineControl,
@@ -33,7 +34,7 @@ from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.reads import SharedReads
-from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers, WireTo
+from simulation.node.link import BACKEND, ReadPort, SimLinks, SimOffers, WireTo
 from simulation.node.parts import SimOperations, SimParts
 from simulation.node.tokenizer import tokenizer_hash
 
@@ -53,12 +54,12 @@ class TransferDriver:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transfer: Transfer[NodeCommand]
+        self._transfer: Transfer
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._is_next = False  # the next turn is scheduled
         self._ended = False
 
-    def start(self, transfer: Transfer[NodeCommand]) -> None:
+    def start(self, transfer: Transfer) -> None:
         self._transfer = transfer
         transfer.open()
         self._loop.add_reader(transfer.fileno(), self.wake)
@@ -112,7 +113,7 @@ class SimRuntime:
     sharing: PrefixSharing
     config: NodeConfig
     clock: StepClock
-    transfer: Transfer[NodeCommand]
+    transfer: Transfer
     driver: TransferDriver
 
     @classmethod
@@ -129,7 +130,7 @@ class SimRuntime:
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
         reads, driver, tiers = ReadMetrics(), TransferDriver(), parts.core.tiers
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
-        transfer: Transfer[NodeCommand] = Transfer(
+        transfer = Transfer(
             frames,
             _sides(parts, start, config, reads, wire_to),
             wake=driver.wake,
@@ -229,7 +230,7 @@ def _sides(
         config.transfer,
         parts.core.shape.tables,
         hello,
-        lambda: SharedPages(pool),
+        lambda: HostPageBytes(PagePool(pool.ctypes.data, pool.itemsize, num_pages, "cpu")),
         paths,
         reads,
         max_unconsumed_tokens=config.engine.scheduler.max_queued_tokens,

@@ -4,8 +4,8 @@ and the pages written at the consumer."""
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -15,23 +15,13 @@ from common.config import TransferConfig
 from common.copy_map import ONE_RANK, NodeShape
 from common.errors import EngineFault, TransferError
 from common.page_tables import PageTables
-from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
-from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, PoolRegion, prepared
+from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.frontend_messages import PairInput, PairOpened
-from kvtransfer.messages import (
-    GrantHandoff,
-    HandoffId,
-    OpenHandoff,
-    PagesReleased,
-    Prompt,
-    ReadsDone,
-    SampledOutput,
-)
-from kvtransfer.pairing import PROTOCOL_VERSION, PairHello
+from kvtransfer.messages import HandoffId, PagesReleased, Prompt, SampledOutput
+from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -46,18 +36,16 @@ from kvtransfer.ports import (
     PublishCommand,
     ReadsEndedEvent,
 )
-from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
+from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.paths import PageChecksums
-from kvtransfer.transfer.producer import ProducerSide
+from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.rank_paths import RankLinks, RankOffers
-from kvtransfer.transfer.thread import EventOutlet, TransferThread
+from kvtransfer.transfer.sides import both_sides
+from kvtransfer.transfer.thread import TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.network.data_children import CANARY, Memory, content
 from tests.support.network.data_ends import wait_for
-from tests.support.network.loopback import LoopbackBackend, LoopbackProducer
+from tests.support.network.loopback import LoopbackBackend
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
@@ -69,29 +57,50 @@ OTHER = HandoffId(CONSUMER, 2, 1)
 E = TypeVar("E")
 
 
-class _ProducerAlone(ProducerSide):
-    """A side without a consumer, which alone has something to do at the start."""
-
-    def start(self) -> None: ...
-
-
 class Engine:
     """The engine thread of one node. It posts commands and waits for events, in order."""
 
-    def __init__(self) -> None:
-        self.wake = threading.Semaphore(0)
+    def __init__(
+        self,
+        pump: Pump,
+        as_consumer: bool,
+        config: TransferConfig,
+        hello: PairHello,
+        pool: PagePool,
+        backends: dict[str, Any],
+        producers: dict[str, PageProducer],
+    ) -> None:
         self.late_s = 0.0
-        self.transfer: TransferThread[Any]
+        self.reads = ReadMetrics()
+        self._pump = pump
         self._events: list[Any] = []
+        paths = TransferPaths(
+            RankLinks(0, ONE_RANK, pool, backends, config, _no_ranks),
+            RankOffers(0, lambda: producers),
+            backends,
+            ComparedBytes(ONE_RANK, _no_ranks),
+        )
+        contents, tables = partial(page_bytes_of, pool), PageTables(PAGE_SIZE)
+        self.transfer = TransferThread(
+            pump.join(as_consumer=as_consumer),
+            both_sides(
+                config, tables, hello, contents, paths, self.reads, max_unconsumed_tokens=1 << 20
+            ),
+            engine_late_s=lambda: self.late_s,
+            wake_engine=lambda: None,
+        )
+        self.transfer.start()
 
     def next(self, kind: type[E]) -> E:
         """Return the next event, which must be of this type."""
-        while not self._events:
-            assert self.wake.acquire(timeout=WAIT_S), f"no {kind.__name__}"
-            self._events += self.transfer.take()
+        self._pump.wait(self._has_event)
         event = self._events.pop(0)
         assert isinstance(event, kind), event
         return event
+
+    def _has_event(self) -> bool:
+        self._events += self.transfer.take()
+        return bool(self._events)
 
     def post(self, command: Any) -> None:
         self.transfer.post(command)
@@ -100,48 +109,22 @@ class Engine:
 class Rig:
     """One consumer and one producer, paired."""
 
-    def __init__(self, config: TransferConfig, backends: dict[str, Any], **hello: Any) -> None:
+    def __init__(self, config: TransferConfig, backends: dict[str, Any]) -> None:
         self.pump = Pump()
         self.serials: dict[HandoffId, int] = {}  # of opened hand-offs, at the producer
         self.source = Memory(NUM_PAGES, PAGE_BYTES)
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
-        self.consumer, self.producer = Engine(), Engine()
-        self.reads = ReadMetrics()
         self.producers = {
             name: backend.serve(self.source.pool, PRODUCER) for name, backend in backends.items()
         }
-        self.consumer.transfer = TransferThread(
-            self.pump.join(as_consumer=True),
-            lambda outlet, wake: ConsumerSide(
-                ConsumerEnd(config, PageTables(PAGE_SIZE)),
-                _hello(CONSUMER, self.landing.pool, **hello),
-                RankLinks(0, ONE_RANK, self.landing.pool, backends, config, _no_ranks),
-                backends,
-                outlet,
-                wake,
-                self.reads,
-                PageChecksums(page_bytes_of(self.landing.pool), 0),
-            ),
-            engine_late_s=lambda: self.consumer.late_s,
-            wake_engine=self.consumer.wake.release,
+        self.consumer, self.producer = (
+            Engine(self.pump, consumes, config, _hello(instance, pool), pool, backends, producers)
+            for consumes, instance, pool, producers in (
+                (True, CONSUMER, self.landing.pool, {}),
+                (False, PRODUCER, self.source.pool, self.producers),
+            )
         )
-        self.producer.transfer = TransferThread(
-            self.pump.join(as_consumer=False),
-            lambda outlet, wake: _ProducerAlone(
-                ProducerEnd(config, PageTables(PAGE_SIZE)),
-                _hello(PRODUCER, self.source.pool),
-                RankOffers(0, lambda: self.producers),
-                outlet,
-                wake,
-                PageChecksums(page_bytes_of(self.source.pool), config.checksum_interval),
-            ),
-            engine_late_s=lambda: self.producer.late_s,
-            wake_engine=self.producer.wake.release,
-        )
-        self.pump.start()
-        self.producer.transfer.start()
-        self.consumer.transfer.start()
 
     def stop(self) -> None:
         self.consumer.transfer.stop(WAIT_S)
@@ -200,21 +183,16 @@ def _no_ranks(node: NodeShape) -> NoReturn:
     raise AssertionError("both have one rank")
 
 
-def _hello(instance: int, pool: PagePool, **fields: Any) -> PairHello:
-    region = PoolRegion(pool.base, pool.page_bytes, pool.num_pages)
-    fingerprint = {"model": "toy", "page_size": "4", **fields}
-    return PairHello(instance, PROTOCOL_VERSION, fingerprint, (), (region,), "host:1")
+def _hello(instance: int, pool: PagePool) -> PairHello:
+    return PairHello.of(instance, "host:1", {"model": "toy"}, [pool.region], 0)
 
 
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def make(
-        config: TransferConfig | None = None, backends: dict[str, Any] | None = None, **hello: Any
-    ) -> Rig:
-        backends = backends or {"loopback": LoopbackBackend()}
-        rigs.append(Rig(config or TransferConfig(), backends, **hello))
+    def make(config: TransferConfig | None = None, backends: dict[str, Any] | None = None) -> Rig:
+        rigs.append(Rig(config or TransferConfig(), backends or {"loopback": LoopbackBackend()}))
         return rigs[-1]
 
     yield make
@@ -259,7 +237,7 @@ def test_a_page_changed_during_its_read_is_not_reported_as_held(make_rig, caplog
     rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
     assert rig.producer.next(ClosedEvent).completed  # according to its checksum
-    descriptions = rig.reads.gauges()
+    descriptions = rig.consumer.reads.gauges()
     assert (
         descriptions["total_pages_compared/passed"],
         descriptions["total_pages_compared/failed"],
@@ -268,22 +246,9 @@ def test_a_page_changed_during_its_read_is_not_reported_as_held(make_rig, caplog
     rig.hand_over(OTHER)
     assert rig.consumer.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
-    assert rig.reads.gauges()["total_pages_compared/passed"] == 3
+    assert rig.consumer.reads.gauges()["total_pages_compared/passed"] == 3
     # The link was not trusted any more. It was closed and opened again.
     assert caplog.text.count("link closed") == 1 and caplog.text.count("link up") == 2
-
-
-def test_without_checksums_no_page_is_compared(make_rig):
-    rig = make_rig(TransferConfig(checksum_interval=0))
-    rig.pair()
-    rig.hand_over()
-    rig.consumer.next(CompletedEvent)
-    descriptions = rig.reads.gauges()
-    assert (
-        descriptions["total_pages_compared/passed"]
-        == descriptions["total_pages_compared/failed"]
-        == 0
-    )
 
 
 def test_bytes_read_are_counted_by_their_path(make_rig):
@@ -291,12 +256,12 @@ def test_bytes_read_are_counted_by_their_path(make_rig):
     rig.pair()
     rig.hand_over()
     rig.consumer.next(CompletedEvent)
-    descriptions = rig.reads.gauges()
+    descriptions = rig.consumer.reads.gauges()
     assert descriptions["total_read_bytes/tcp"] == 2 * PAGE_BYTES
     assert descriptions["total_read_descriptors/tcp"] == 2
     assert descriptions["total_reads_refused/tcp"] == 0
     assert descriptions["total_read_bytes/rdma"] == 0
-    seconds = rig.reads.distributions()["read_seconds/tcp"]
+    seconds = rig.consumer.reads.distributions()["read_seconds/tcp"]
     assert sum(seconds.counts) == 2 and seconds.total > 0
 
 
@@ -402,54 +367,6 @@ def test_a_consumers_access_to_pages_ends_with_its_stream(make_rig):
     assert _can_connect(backend, backend.descriptions[-1], rig)
 
 
-class Diary:
-    """A producer that records its calls."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.publications: Any = self
-
-    def prepare(self, consumer: int) -> Future[Any]:
-        return prepared()
-
-    def admit(self, consumer: int) -> bytes:
-        self.asked.append(f"admit {consumer}")
-        return b""
-
-    def dismiss(self, consumer: int) -> None:
-        self.asked.append(f"dismiss {consumer}")
-
-    def publish(self, consumer: int, pages: Any) -> None:
-        self.asked.append(f"publish {consumer} {pages.tolist()}")
-
-    def withdraw(self, consumer: int, pages: Any) -> None:
-        self.asked.append(f"withdraw {consumer} {pages.tolist()}")
-
-    def poll(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-# Seen failing without the loop after the actions in `ProducerSide._carry_out`.
-def test_a_consumer_whose_stream_the_node_ends_is_dismissed_before_the_frontend_reports_it():
-    diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
-    ours, theirs = socket_pair()
-    frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
-    end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    outlet, nothing = EventOutlet(frames), PageChecksums(pool, 0)
-    offers = RankOffers(0, lambda: {"diary": diary})
-    publisher = ProducerSide(end, _hello(PRODUCER, pool), offers, outlet, lambda: None, nothing)
-    publisher.opened(PairOpened(7, _hello(CONSUMER, pool), False), 0.0)
-    opening = OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))
-    publisher.received(7, opening, 0.0)
-    publisher.received(7, GrantHandoff(ID, 0), 0.0)
-    publisher.command(PublishCommand(1, 0, 4, np.array([9], np.int32), False, None), 0.0)
-    publisher.received(7, ReadsDone(ID), 0.0)  # before its last Ready
-    assert diary.asked == ["admit 7", "publish 7 [9]", "withdraw 7 [9]", "dismiss 7"]
-    for sock in (frames, theirs):
-        sock.close()
-
-
 class SlowPath(LoopbackBackend):
     """A backend that connects, and is slower than the minimum rate."""
 
@@ -477,39 +394,6 @@ def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig):
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     reason = rig.pump.ended[1].reason
     assert "nowhere: no such way" in reason and "slow: " in reason
-
-
-class Slow(LoopbackBackend):
-    """A backend that prepares a consumer's path when the test asks for it."""
-
-    name = "slow"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.preparations: dict[int, Future[Any]] = {}  # by consumer
-
-    def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
-        producer = super().serve(pool, instance)
-        producer.prepare = self._prepare  # type: ignore[method-assign]
-        return producer
-
-    def _prepare(self, consumer: int) -> Future[Any]:
-        self.preparations[consumer] = Future()
-        return self.preparations[consumer]
-
-
-# Seen failing if `ConsumerAdmissions.begin` waits for its preparation.
-def test_a_consumer_that_waits_for_its_paths_delays_no_other(make_rig):
-    slow = Slow()
-    rig = make_rig(backends={"slow": slow})
-    first = rig.pump.connect()
-    wait_for(lambda: first in slow.preparations)
-    slow.preparations[first].set_result(None)
-    assert rig.consumer.next(ProducerUp).instance == PRODUCER
-    second = rig.pump.connect()
-    wait_for(lambda: second in slow.preparations)
-    rig.hand_over()
-    assert rig.consumer.next(CompletedEvent).id == ID and rig.landed(9, 5)
 
 
 # Seen failing with `admit` before `prepare` is done in `ConsumerAdmissions.take_ready`: no path is
@@ -542,5 +426,5 @@ def test_the_end_of_a_node_leaves_no_thread(make_rig):
     rig.pair()
     rig.stop()
     names = {thread.name for thread in set(threading.enumerate()) - before}
-    assert not any(name.startswith(("transfer", "link", "pump")) for name in names)
+    assert not any(name.startswith(("transfer", "link")) for name in names)
     assert (rig.landing.pages == CANARY).all()

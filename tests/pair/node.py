@@ -280,9 +280,8 @@ class Node:
         self.clock = runtime.clock
         self._loop = EventLoop(*steps, overlap=overlap, clock=self.clock)
         self._turns = TurnCounter()
-        self.transfer._transfer._engine_late_s = (
-            self._turns.turn
-        )  # never considered late: the test gives the turns
+        # Never considered late: the test gives the turns.
+        self.transfer._engine_late_s = self._turns.turn
 
     def step(self) -> bool:
         """Run one turn. Return False if there was nothing to compute."""

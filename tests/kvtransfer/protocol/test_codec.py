@@ -1,6 +1,8 @@
 """Conversion of records to protobuf and back, and rejection of invalid messages."""
 
 import math
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -48,6 +50,7 @@ from kvtransfer.messages import (
 from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2 as pb
+from tests.kvtransfer.pump import through_protobuf
 from tests.support.specs import make_spec
 
 ID = HandoffId(1, 2, 3)
@@ -200,73 +203,58 @@ from_producer = st.one_of(
 )
 
 
-def through(record: PairHello | AnyMessage, *, as_consumer: bool) -> PairHello | AnyMessage:
-    proto = codec.to_proto(record, as_consumer=as_consumer)
-    return codec.parse(type(proto).FromString(proto.SerializeToString()))
-
-
 # Seen failing without `queue_s` of Open in either direction, and without `engine_crashes`.
 @settings(max_examples=150)
 @given(from_consumer)
 def test_messages_of_a_consumer_arrive_unchanged(message):
-    assert through(message, as_consumer=True) == message
+    assert through_protobuf(message, as_consumer=True) == message
 
 
 # Seen failing without `retry_after_s` of Failed in either direction.
 @settings(max_examples=150)
 @given(from_producer)
 def test_messages_of_a_producer_arrive_unchanged(message):
-    assert through(message, as_consumer=False) == message
+    assert through_protobuf(message, as_consumer=False) == message
 
 
 @settings(max_examples=50)
 @given(hellos, st.booleans())
 def test_a_hello_arrives_unchanged(hello, as_consumer):
-    assert through(hello, as_consumer=as_consumer) == hello
+    assert through_protobuf(hello, as_consumer=as_consumer) == hello
 
 
-def _open(**changes: Any) -> pb.FromConsumer:
-    """Return an Open of a prompt, with changes of its request."""
-    message = codec.to_proto(_opening(), as_consumer=True)
-    assert isinstance(message, pb.FromConsumer)
-    _change(message.open.prompt.request, changes)
+def _changed(record: PairHello | AnyMessage, part: str, as_consumer: bool, **changes: Any) -> Any:
+    """Return the message of a record, with changes of one of its parts."""
+    message = codec.to_proto(record, as_consumer=as_consumer)
+    body: Any = attrgetter(part)(message)
+    for field, value in changes.items():
+        body.ClearField(field)
+        if isinstance(value, list | dict):
+            getattr(body, field).MergeFrom(getattr(type(body)(**{field: value}), field))
+        elif value is not None:
+            setattr(body, field, value)
     return message
 
 
-def _hinted(*addresses: str) -> pb.FromConsumer:
-    message = _open()
-    _change(message.open.prompt, {"prefix_hints": [{"address": each} for each in addresses]})
-    return message
+OPENING = OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
+READY = PagesReady(ID, 0, 4, (1,), True, SampledOutput(7))
+HELLO = PairHello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (PoolRegion(0, 1, 1),), "here:1")
+_open = partial(_changed, OPENING, "open.prompt.request", True)
+_due = partial(_changed, OPENING, "open.remaining", True)
+_grant = partial(_changed, GrantHandoff(ID, 0), "grant", True)
+_ready = partial(_changed, READY, "ready", False)
+_failed = partial(_changed, HandoffFailed(ID, "late", True), "failed", False)
+_hello = partial(_changed, HELLO, "hello", True)
 
 
-def _due(**changes: float) -> pb.FromConsumer:
-    message = _open()
-    _change(message.open.remaining, changes)
-    return message
+def _hinted(*addresses: str) -> Any:
+    hints = [{"address": each} for each in addresses]
+    return _changed(OPENING, "open.prompt", True, prefix_hints=hints)
 
 
-def _opening() -> OpenHandoff:
-    return OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
-
-
-def _pieces(number: int, piece_bytes: int = 1) -> pb.FromConsumer:
-    message = _open()
-    _change(message.open.weights, {"num_pieces": number, "piece_bytes": piece_bytes})
-    return message
-
-
-def _ready(**changes: Any) -> pb.FromProducer:
-    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, SampledOutput(7)), as_consumer=False)
-    assert isinstance(message, pb.FromProducer)
-    _change(message.ready, changes)
-    return message
-
-
-def _failed(**changes: Any) -> pb.FromProducer:
-    message = codec.to_proto(HandoffFailed(ID, "late", True), as_consumer=False)
-    assert isinstance(message, pb.FromProducer)
-    _change(message.failed, changes)
-    return message
+def _pieces(number: int, piece_bytes: int = 1) -> Any:
+    weights = {"num_pieces": number, "piece_bytes": piece_bytes}
+    return _changed(OPENING, "open", True, weights=weights)
 
 
 def test_an_invalid_trace_is_ignored_and_no_violation():
@@ -287,27 +275,6 @@ def test_times_before_the_last_range_are_ignored():
     message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
     record = codec.parse(message)
     assert isinstance(record, PagesReady) and record.output is None
-
-
-def _grant(gib_per_s: float) -> pb.FromConsumer:
-    return pb.FromConsumer(grant=pb.Grant(id=_open().open.id, gib_per_s=gib_per_s))
-
-
-def _hello(**changes: Any) -> pb.FromConsumer:
-    hello = PairHello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (PoolRegion(0, 1, 1),), "here:1")
-    message = codec.to_proto(hello, as_consumer=True)
-    assert isinstance(message, pb.FromConsumer)
-    _change(message.hello, changes)
-    return message
-
-
-def _change(body: Any, changes: dict[str, Any]) -> None:
-    for field, value in changes.items():
-        body.ClearField(field)
-        if isinstance(value, list | dict):
-            getattr(body, field).MergeFrom(getattr(type(body)(**{field: value}), field))
-        elif value is not None:
-            setattr(body, field, value)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +352,7 @@ def test_sampling_options_that_no_router_would_send_are_a_violation(field, value
 
 
 def test_a_long_reason_is_truncated_so_that_the_peer_accepts_it():
-    failed = through(HandoffFailed(ID, "x" * 10_000, True), as_consumer=False)
+    failed = through_protobuf(HandoffFailed(ID, "x" * 10_000, True), as_consumer=False)
     assert isinstance(failed, HandoffFailed) and len(failed.reason) == codec.MAX_TEXT
 
 

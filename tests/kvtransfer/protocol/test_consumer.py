@@ -178,15 +178,6 @@ def test_a_producer_without_a_proven_link_gets_no_hand_off():
     assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
-# Rule 1. Seen failing without `== 0` in _settle.
-def test_an_abandoned_attempt_keeps_its_pages_until_its_reads_end(granted):
-    granted.received(STREAM, FIRST, 0.0)
-    cancelled = granted.command(CancelHandoff(ID, "client"), 0.0)
-    assert cancelled == [SendMessage(STREAM, CancelHandoff(ID, "client"))]
-    assert granted.num_reads == 1
-    assert granted.read_ended(STREAM, "", 0.0) == [ReadsEndedEvent(ID)]
-
-
 def test_an_abandoned_attempt_drops_its_queued_reads(end):
     end.command(opening(), 0.0)
     end.command(grant(), 0.0)
@@ -288,11 +279,6 @@ def test_a_rejected_read_fails_its_attempt_and_no_link(neighbours):
     assert sent(neighbours.read_ended(STREAM, "", 1.0)) == [ReadsDone(OTHER)]
 
 
-def test_a_read_that_ends_while_its_link_closes_still_counts(neighbours):
-    neighbours.read_late(STREAM, 9.0)
-    assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEndedEvent(ID)]
-
-
 @pytest.mark.parametrize("engine_died", [False, True])
 def test_only_requests_being_computed_are_notified_of_an_engine_crash(granted, engine_died):
     done, waits = HandoffId(CONSUMER, 3, 1), HandoffId(CONSUMER, 4, 1)
@@ -381,26 +367,6 @@ def test_failed_while_released_is_awaited_fails_the_attempt(done):
 def test_a_failure_that_every_producer_would_repeat_is_not_retryable(granted):
     actions = granted.received(STREAM, HandoffFailed(ID, "too long", False), 0.0)
     assert actions == [FailedEvent(ID, "too long", False), ReadsEndedEvent(ID)]
-
-
-# Rule 9: when an attempt is abandoned, its id is closed immediately.
-def test_a_cancel_is_sent_and_answered_only_by_the_pages(done):
-    actions = done.command(CancelHandoff(ID, "the first token ended it"), 0.0)
-    assert actions == [
-        SendMessage(STREAM, CancelHandoff(ID, "the first token ended it")),
-        ReadsEndedEvent(ID),
-    ]
-    assert done.command(CancelHandoff(ID, "twice"), 0.0) == []
-
-
-@pytest.mark.parametrize(
-    "message",
-    [HandoffAdmitted(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
-    ids=lambda message: type(message).__name__,
-)
-def test_messages_of_an_ended_attempt_are_dropped(granted, message):
-    granted.command(CancelHandoff(ID, ""), 0.0)
-    assert granted.received(STREAM, message, 0.0) == []
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_an_older_node_is_rejected_because_of_its_version_alone():
         ),
         ({"state_pages": 11}, "a state of 11 pages exceeds its pool"),
         ({**RANKS, "paths": (DataPath("tcp", b"", 2),)}, "a rank outside [0, 2)"),
+        ({**RANKS, "paths": (DataPath("tcp", b"", -1),)}, "a rank outside [0, 2)"),
         (
             {"regions": (PoolRegion(4096, 4096, 10),)},
             "page_bytes of rank 0 is 65536 here and 4096 there.",

@@ -5,7 +5,8 @@ import pytest
 
 from common.page_tables import PageTables
 from engine.scheduler.slot_owners import CorruptPrefix
-from kvtransfer.ports import InvalidateCommand, InvalidateEvent
+from kvtransfer.messages import InvalidatePrefix
+from kvtransfer.ports import InvalidateCommand
 from node.sharing.prefixes import INVALIDATION_INTERVAL_S, MAX_INVALIDATIONS, CorruptPrefixes
 from tests.kvtransfer.search.sides.hand_off import PAGE_SIZE
 from tests.kvtransfer.search.sides.prefix import Memory, Posts
@@ -28,10 +29,8 @@ def test_every_source_of_the_prefix_is_notified_once(memory: Memory) -> None:
     port = Posts()
     prefixes = CorruptPrefixes(memory.cache, port)
     prefixes.found(CorruptPrefix(TOKENS, OTHERS, (7, 5, 7)))
-    assert port.take() == [
-        InvalidateCommand(7, TOKENS, OTHERS),
-        InvalidateCommand(5, TOKENS, OTHERS),
-    ]
+    message = InvalidatePrefix(TOKENS.tobytes(), OTHERS)
+    assert port.take() == [InvalidateCommand(7, message), InvalidateCommand(5, message)]
     prefixes.found(CorruptPrefix(TOKENS, OTHERS, ()))
     assert not port.take()
 
@@ -40,7 +39,7 @@ def test_every_source_of_the_prefix_is_notified_once(memory: Memory) -> None:
 def test_requests_over_the_limit_are_ignored(memory: Memory) -> None:
     now = 100.0
     prefixes = CorruptPrefixes(memory.cache, Posts(), lambda: now)
-    asked = InvalidateEvent(TOKENS, b"")
+    asked = InvalidatePrefix(TOKENS.tobytes())
 
     def accepted() -> int:
         """Return the number of accepted requests out of a flood."""

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
     CompletedEvent,
-    ConsumerCommand,
     FirstTokenEvent,
     GrantCommand,
     Ints,
@@ -38,12 +38,13 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
-from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
+from kvtransfer.protocol.actions import EventOutlet
+from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
-from kvtransfer.transfer.paths import PageChecksums
-from kvtransfer.transfer.rank_paths import RankLinks
-from kvtransfer.transfer.thread import EventOutlet, TransferThread
+from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
+from kvtransfer.transfer.rank_paths import RankLinks, RankOffers
+from kvtransfer.transfer.sides import TransferSides, both_sides
+from kvtransfer.transfer.thread import TransferThread
 from node.metrics import NodeMetrics
 
 INSTANCE = 77
@@ -69,7 +70,7 @@ class Watcher:
     def __init__(
         self,
         engine: Engine,
-        transfer: TransferThread[ConsumerCommand],
+        transfer: TransferThread,
         events: "asyncio.Queue[tuple[float, NodeEvent]]",
         producer: ProducerUp,
     ) -> None:
@@ -133,9 +134,9 @@ async def watching(
         for event in transfer.take():
             loop.call_soon_threadsafe(events.put_nowait, (now, event))
 
-    transfer: TransferThread[ConsumerCommand] = TransferThread(
+    transfer = TransferThread(
         frames,
-        lambda outlet, wake: _consumer(engine, transfer_config, outlet, wake),
+        _sides(engine, transfer_config),
         engine_late_s=lambda: 0.0,
         wake_engine=note,
     )
@@ -157,25 +158,23 @@ async def watching(
         await asyncio.to_thread(transfer.stop, WAIT_S)
 
 
-def _consumer(
-    engine: Engine,
-    config: TransferConfig,
-    outlet: EventOutlet,
-    wake: Callable[[], None],
-) -> ConsumerSide:
+def _sides(
+    engine: Engine, config: TransferConfig
+) -> Callable[[EventOutlet, Callable[[], None]], TransferSides]:
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
     tables = shape.layout.tables
     fingerprint, regions = engine.fingerprint, (kv.region,)
     hello = PairHello.of(INSTANCE, "bench", fingerprint, regions, tables.state_pages)
     backends = data_paths.backends(config, tls=False)
-    return ConsumerSide(
-        ConsumerEnd(config, tables),
-        hello,
-        RankLinks(0, ONE_RANK, kv, backends, config, shape.whole.pages_by_rank),
-        backends,
-        outlet,
-        wake,
-        ReadMetrics(),
-        PageChecksums(page_bytes_of(kv), 0),
+    pages_by_rank = shape.whole.pages_by_rank
+    paths = TransferPaths(
+        RankLinks(0, ONE_RANK, kv, backends, config, pages_by_rank),
+        RankOffers(0, dict),
+        tuple(backends),
+        ComparedBytes(ONE_RANK, pages_by_rank),
+    )
+    contents = partial(page_bytes_of, kv)
+    return both_sides(
+        config, tables, hello, contents, paths, ReadMetrics(), max_unconsumed_tokens=0
     )
