@@ -91,13 +91,22 @@ class PairSimulation(Simulation):
 
 
 def case(
-    id: str, plan: object, config: TransferConfig, faults: int, states: int, *, long: bool = False
+    id: str,
+    plan: object,
+    config: TransferConfig,
+    faults: int,
+    states: int,
+    *,
+    long: bool = False,
+    nightly: bool = False,
 ) -> ParameterSet:
     """Return a search as a parameter of a test.
 
     Args:
         states: a number of states. The search must visit more.
         long: whether it takes minutes.
+        nightly: whether it takes even longer.
     """
-    marks = [pytest.mark.long] if long else []
+    marks = [pytest.mark.long, pytest.mark.timeout(900)] if long or nightly else []
+    marks += [pytest.mark.nightly] if nightly else []
     return pytest.param(plan, config, faults, states, id=id, marks=marks)

@@ -1,6 +1,6 @@
-"""All interleavings of two hand-offs, of one with more faults, and of one with two producers, over
-the product's own ends. I1-I5 of docs/design/hand-off.md hold in every state, and a state without
-moves is at rest.
+"""All interleavings of two hand-offs, of one with more faults, of one with two producers, and of
+weights that one node reads from another, over the product's own ends. I1-I5 of
+docs/design/hand-off.md hold in every state, and a state without moves is at rest.
 
 A fault is a cut stream, a failure and restart of either node, a broken link, a late read, a
 deadline, a cancel, a local prefill or a hand-off dropped by the producer. Between them, everything
@@ -50,6 +50,9 @@ MORE = Plan((7,), (4,), windows=(None, 5), state_pages=1, producer_state_pages=3
 FEWER = Plan((7,), (4,), windows=(None, 5), state_pages=3, producer_state_pages=2)
 PRODUCERS = Plan((3,), (0,), producers=2, attempts=3)
 A_PAGE = replace(PRODUCERS, prompts=(1,), consumer_pages=1)
+ONE, BOTH = Plan((3,), (0,)), Plan((3, 3), TWO)
+PIECES, PIECE_EACH = Plan((2,), (0,), pieces=2), Plan((1, 1), TWO, pieces=1)
+ANY_MODEL = replace(PIECES, windows=WINDOWS, state_pages=2)
 
 
 def only(plan: Plan, *faults: str) -> Plan:
@@ -59,10 +62,10 @@ def only(plan: Plan, *faults: str) -> Plan:
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        case("two-one-fault", only(Plan((3, 3), TWO), *NO_RESTART), PATIENT, 1, 35_000),
+        case("two-one-fault", only(BOTH, *NO_RESTART), PATIENT, 1, 35_000),
         case("two-one-fault-in-two-chunks", Plan((7, 3), TWO), PATIENT, 1, 160_000, long=True),
-        case("one-silence", Plan((3,), (0,)), SILENT, 1, 1_000),
-        case("one-two-silences", Plan((3,), (0,)), SILENT, 2, 44_000, long=True),
+        case("one-silence", ONE, SILENT, 1, 1_000),
+        case("one-two-silences", ONE, SILENT, 2, 44_000, long=True),
         case("two-one-silence", Plan((7, 3), TWO), SILENT, 1, 130_000, long=True),
         case("full-prefix-hit-and-tiny-pools", TINY, PATIENT, 1, 20_000, long=True),
         case("full-prefix-hit-and-small-pools", SMALL, PATIENT, 1, 100_000, long=True),
@@ -105,37 +108,40 @@ def only(plan: Plan, *faults: str) -> Plan:
             *(PATIENT, 2, 140_000),
             long=True,
         ),
+        case("weights", PIECES, PATIENT, 1, 900),
+        case("weights-one-silence", PIECES, SILENT, 1, 800),
+        case("fewer-weights-than-asked-for", replace(PIECES, prompts=(3,)), PATIENT, 1, 900),
+        case("no-weights", replace(PIECES, pieces=0), PATIENT, 1, 550),
+        case("weights-of-any-model", ANY_MODEL, PATIENT, 1, 900),
+        case("weights-with-a-page", replace(PIECE_EACH, producer_pages=1), PATIENT, 0, 150),
+        case("weights-two-faults", PIECES, PATIENT, 2, 30_000, long=True),
+        case("weights-in-two-windows", PIECE_EACH, PATIENT, 1, 20_000, long=True),
+        case(
+            "weights-whose-events-cross-commands",
+            *(replace(PIECES, asynchronous=True, late_producer=True), PATIENT, 1, 8_000),
+            long=True,
+        ),
+        case("one-three-faults", only(ONE, *NO_RESTART), PATIENT, 3, 110_000, long=True),
+        case("one-in-two-chunks", Plan((7,), (0,)), PATIENT, 2, 170_000, nightly=True),
+        case(
+            "links-and-cancels",
+            *(only(BOTH, "link breaks", "read is late", "cancel"), PATIENT, 2, 130_000),
+            long=True,
+        ),
+        case("cuts-and-cancels", only(BOTH, "cut", "cancel"), PATIENT, 2, 440_000, nightly=True),
+        case("cuts-and-deadlines", only(BOTH, "cut", "tick"), PATIENT, 2, 280_000, nightly=True),
+        case(
+            "both-let-go",
+            *(only(BOTH, "fail", "cancel", "stop"), PATIENT, 2, 210_000),
+            nightly=True,
+        ),
+        case(
+            "events-cross-commands-two-faults",
+            only(replace(ONE, asynchronous=True), "cut", "fail", "cancel", "stop", "tick"),
+            *(PATIENT, 2, 130_000),
+            long=True,
+        ),
     ],
 )
 def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
     assert search(plan, config, faults=faults).states > states
-
-
-NIGHTLY = pytest.mark.nightly
-BOTH = Plan((3, 3), TWO)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "plan, faults, states",
-    [
-        pytest.param(only(Plan((3,), (0,)), *NO_RESTART), 3, 110_000, id="one-three-faults"),
-        pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks", marks=NIGHTLY),
-        pytest.param(
-            only(BOTH, "link breaks", "read is late", "cancel"), 2, 130_000, id="links-and-cancels"
-        ),
-        pytest.param(only(BOTH, "cut", "cancel"), 2, 440_000, id="cuts-and-cancels", marks=NIGHTLY),
-        pytest.param(only(BOTH, "cut", "tick"), 2, 280_000, id="cuts-and-deadlines", marks=NIGHTLY),
-        pytest.param(
-            only(BOTH, "fail", "cancel", "stop"), 2, 210_000, id="both-let-go", marks=NIGHTLY
-        ),
-        pytest.param(
-            only(Plan((3,), (0,), asynchronous=True), "cut", "fail", "cancel", "stop", "tick"),
-            *(2, 130_000),
-            id="events-cross-commands",
-        ),
-    ],
-)
-def test_no_interleaving_with_more_faults_breaks_an_invariant(plan, faults, states):
-    assert search(plan, PATIENT, faults=faults).states > states

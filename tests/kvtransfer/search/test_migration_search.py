@@ -36,10 +36,10 @@ END_OF_PAUSE = CROSSING._replace(only_faults=("pause is over", "end"))
         case("two-movers-one-fault", LivePlan(movers=2), PATIENT, 1, 60_000, long=True),
         case("windows-and-a-state-two-faults", WIDE, PATIENT, 2, 25_000, long=True),
         case("it-is-copied-before-two-faults", COPIES, PATIENT, 2, 40_000, long=True),
-        pytest.param(
+        case(
+            "two-movers-copy-one-fault",
             *(COPIES._replace(movers=2), PATIENT, 1, 300_000),
-            id="two-movers-copy-one-fault",
-            marks=NIGHTLY,
+            nightly=True,
         ),
     ],
 )

@@ -77,7 +77,7 @@ def require(holds: bool, invariant: str) -> None:
 class Plan:
     """The parameters of a search."""
 
-    prompts: tuple[int, ...]  # tokens of each request
+    prompts: tuple[int, ...]  # tokens of each request, or pieces of weights
     prefixes: tuple[int, ...]  # of those, tokens cached at the consumer
     consumer_pages: int = 0  # 0: more than enough, and each request has a part of its own
     producer_pages: int = 0
@@ -91,6 +91,7 @@ class Plan:
     asynchronous: bool = False  # whether the consumer's engine handles its events later
     late_producer: bool = False  # the same for the producer, whose end also handles commands later
     beats: bool = False
+    pieces: int | None = None  # of the weights that are read instead of KV
     only_faults: tuple[str, ...] = ()  # empty: all
 
     @property
@@ -113,7 +114,10 @@ class Plan:
 
         Each table contributes the pages behind the prefix. A table with a window contributes those
         that the next token, or the last page's first token, sees through it. The state follows.
+        Weights have a page for each piece instead.
         """
+        if self.pieces is not None:
+            return [(0, piece) for piece in range(num_tokens)]
         past, edge = -(-num_tokens // PAGE_SIZE), num_tokens // PAGE_SIZE * PAGE_SIZE
         return [
             (table, page)
@@ -161,12 +165,14 @@ class Side(ABC, Generic[E]):
         self._key: Hashable | None = None
         self.now = 0.0
 
-    def share(self) -> Self:
-        """Return a copy that shares the end."""
+    def fork(self) -> Self:
+        """Return a copy that shares the end and has its own lists and dictionaries."""
         self._end_key()
         twin = copy.copy(self)
         twin._shared = True
-        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
+        for name, value in vars(self).items():
+            if type(value) in (list, dict):
+                setattr(twin, name, value.copy())
         return twin
 
     def waiting(self) -> list[Input]:
@@ -233,12 +239,6 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         self.cells: list[Any] = [FREE] * (plan.consumer_pages or len(plan.prompts) * BANK)
         self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
         self.producers: dict[int, str] = {}  # addresses of those that are up, by instance
-
-    def fork(self) -> "SimulatedConsumer":
-        twin = self.share()
-        twin.jobs, twin.cells = list(self.jobs), list(self.cells)
-        twin.reads, twin.producers = dict(self.reads), dict(self.producers)
-        return twin
 
     def key(self) -> Hashable:
         return (
@@ -388,10 +388,8 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         match what:
             case "open":
                 self.jobs[r] = job._replace(state="open")
-                tokens = range(self.plan.prompts[r] + job.emitted)
-                spec = make_spec(tokens, num_generated=job.emitted, request_id=str(r))
                 budget = Remaining(self.plan.budget_s)
-                return OpenCommand(id, self._producer(r), b"", budget, messages.Prompt(spec))
+                return OpenCommand(id, self._producer(r), b"", budget, self._source(r))
             case "grant":
                 pages = self._free(r)[: self._num_pages(r)]
                 self.reads[id] = pages
@@ -405,6 +403,13 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 self._leave(r, ENDED)
                 return CancelHandoff(id, "going local, or its first token ended it")
         raise AssertionError(what)
+
+    def _source(self, r: int) -> messages.Source:
+        if self.plan.pieces is not None:
+            return messages.Weights(r, self.plan.prompts[r], 1)
+        num_generated = self.jobs[r].emitted
+        tokens = range(self.plan.prompts[r] + num_generated)
+        return messages.Prompt(make_spec(tokens, num_generated=num_generated, request_id=str(r)))
 
     def _producer(self, r: int) -> int:
         """Return the producer of its next attempt: a different one each time, if possible."""
@@ -443,7 +448,9 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                     )
             case CompletedEvent():
                 r = self._current(event.id)
-                if r is not None:
+                if r is not None and self.plan.pieces is not None:
+                    self._take_pieces(r, event)
+                elif r is not None:
                     self._join(r, event.id)
             case FailedEvent():
                 r = self._current(event.id)
@@ -467,6 +474,15 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 place = self.plan.source_of(place)
             right = (id.instance, id.request, table, place)
             require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
+        self._leave(r, ENDED)
+
+    def _take_pieces(self, r: int, event: CompletedEvent) -> None:
+        job, pieces = self.jobs[r], self.plan.pieces or 0
+        expected = min(self.plan.prompts[r], pieces)
+        require(event.num_tokens == expected, f"{event.num_tokens} of {expected} pieces arrived")
+        for place, page in enumerate(job.pages[:expected]):
+            right = (event.id.instance, event.id.request, 0, place)
+            require(self.cells[page] == right, f"piece {place} is {self.cells[page]}")
         self._leave(r, ENDED)
 
     def _retry(self, r: int, lost: FailedEvent) -> None:
@@ -552,12 +568,6 @@ class SimulatedProducer(Side[ProducerEnd]):
         self.prompts: dict[int, Prompt] = {}  # by serial
         self.cells: list[Any] = [FREE] * (plan.producer_pages or len(plan.prompts) * BANK)
         self.exposed: dict[HandoffId, tuple[int, ...]] = {}
-
-    def fork(self) -> "SimulatedProducer":
-        twin = self.share()
-        twin.prompts, twin.cells = dict(self.prompts), list(self.cells)
-        twin.exposed = dict(self.exposed)
-        return twin
 
     def key(self) -> Hashable:
         return (
@@ -667,6 +677,10 @@ class SimulatedProducer(Side[ProducerEnd]):
                     event.id, spec.num_tokens, spec.num_generated, bank
                 )
                 return []
+            case OpenedEvent(source=messages.Weights(bank, num_pieces)):
+                require(event.serial not in self.prompts, "opened twice")
+                self.prompts[event.serial] = Prompt(event.id, num_pieces, 0, bank)
+                return []
             case GrantedEvent():
                 prompt = self.prompts[event.serial]
                 prefix = event.prefix_tokens
@@ -708,6 +722,8 @@ class SimulatedProducer(Side[ProducerEnd]):
     def _next_chunk(self, serial: int) -> PublishCommand:
         """Compute and publish one page of the prompt. The last page comes with a token."""
         prompt = self.prompts[serial]
+        if self.plan.pieces is not None:
+            return self._pieces(serial, prompt, min(prompt.num_tokens, self.plan.pieces))
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
         first = 0 if prompt.done == prompt.start else -(-prompt.done // PAGE_SIZE)
         last = end == prompt.num_tokens
@@ -723,3 +739,11 @@ class SimulatedProducer(Side[ProducerEnd]):
         output = SampledOutput(prompt.num_generated) if last else None
         ids = np.array(pages, dtype=np.int32)
         return PublishCommand(serial, prompt.done, end, ids, last, output)
+
+    def _pieces(self, serial: int, prompt: Prompt, num_pieces: int) -> PublishCommand:
+        """Publish those of the requested pieces that exist."""
+        pages = prompt.pages[:num_pieces]
+        for place, page in enumerate(pages):
+            self.cells[page] = (prompt.id.instance, prompt.id.request, 0, place)
+        self.prompts[serial] = prompt._replace(last_sent=True)
+        return PublishCommand(serial, 0, num_pieces, np.array(pages, np.int32), last=True)

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -306,9 +306,8 @@ class SourceSide(SimulatedProducer):
         if runs is not None:
             self.begin(runs, live.known)
 
-    def fork(self) -> "SourceSide":
+    def fork(self) -> Self:
         twin = super().fork()
-        assert isinstance(twin, SourceSide)
         log = self.departures._log  # has a lock
         twin.departures, twin.beneath, twin.loans = copy.deepcopy(
             (self.departures, self.beneath, self.loans), {id(log): log}

@@ -8,7 +8,7 @@ The model tracks the content of each page: the KV of which tokens, or bytes of a
 import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -238,12 +238,11 @@ class ExporterSide(SimulatedProducer):
             port=self.port,
         )
 
-    def fork(self, copied: dict[int, Any] | None = None) -> "ExporterSide":
+    def fork(self, copied: dict[int, Any] | None = None) -> Self:
         """Args:
         copied: parts of this node that are copied already.
         """
         twin = super().fork()
-        assert isinstance(twin, ExporterSide)
         copied = {} if copied is None else copied
         mine = (self.memory, self.port, self.loans)
         twin.memory, twin.port, twin.loans = copy.deepcopy(mine, copied)
@@ -332,12 +331,11 @@ class FetcherSide(SimulatedConsumer):
         )
         self.cells = self.memory.cells
 
-    def fork(self, copied: dict[int, Any] | None = None) -> "FetcherSide":
+    def fork(self, copied: dict[int, Any] | None = None) -> Self:
         """Args:
         copied: parts of this node that are copied already.
         """
         twin = super().fork()
-        assert isinstance(twin, FetcherSide)
         mine = (self.memory, self.port, self.shared, self.fetches)
         twin.memory, twin.port, twin.shared, twin.fetches = copy.deepcopy(mine, copied)
         twin.cells = twin.memory.cells
