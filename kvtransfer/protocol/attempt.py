@@ -30,12 +30,7 @@ from kvtransfer.ports import (
     tables_of,
 )
 from kvtransfer.protocol.actions import CloseLink, ConsumerAction, OpenLink, PageSum, StartRead
-from kvtransfer.protocol.progress import (
-    DeadlineTimer,
-    PageRanges,
-    granted,
-    table_pages,
-)
+from kvtransfer.protocol.progress import DeadlineTimer, PageRanges, granted, table_pages
 
 # One read in progress, and one for the link to continue with. The rest wait here, where the end of
 # their attempt removes them at once.

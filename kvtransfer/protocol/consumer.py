@@ -41,12 +41,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.actions import ConfirmRead, ConsumerAction, ExpectPages
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
-from kvtransfer.protocol.progress import (
-    DeadlineTimer,
-    ProducerPace,
-    ProtocolEnd,
-    earliest,
-)
+from kvtransfer.protocol.progress import DeadlineTimer, ProducerPace, ProtocolEnd, earliest
 
 # Pages of each table that a migrating request may still fill before it stops, and in its next step.
 _MORE_PAGES = 2

@@ -18,12 +18,7 @@ from common.logs import ThrottledLog, kv
 from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
-from kvtransfer.ports import (
-    LINK_PATHS,
-    CompletedEvent,
-    ConsumerCommand,
-    FailedEvent,
-)
+from kvtransfer.ports import LINK_PATHS, CompletedEvent, ConsumerCommand, FailedEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,

@@ -27,12 +27,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import ProducerCommand, TablePages
-from kvtransfer.protocol.actions import (
-    EventOutlet,
-    ExposePages,
-    ProducerAction,
-    WithdrawPages,
-)
+from kvtransfer.protocol.actions import EventOutlet, ExposePages, ProducerAction, WithdrawPages
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.progress import earliest
 from kvtransfer.transfer.paths import PageChecksums, PathOffers

@@ -68,7 +68,6 @@ class Rig:
         connect: Callable[[], BackendConnection] | None = None,
         *,
         read_s: float = 30.0,
-        min_gib_per_s: float = 0.0,
         max_jobs: int = 100,
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> Link:
@@ -78,7 +77,6 @@ class Rig:
             self.events.put,
             num_bytes=LinkBytes(PAGE_BYTES),
             read_s=read_s,
-            min_gib_per_s=min_gib_per_s,
             max_jobs=max_jobs,
             take_memory=take_memory,
         )
@@ -305,16 +303,7 @@ def test_a_full_queue_is_reported(rig):
     assert rig.next(ReadEnded).handoff == handoff(3)
 
 
-def test_a_link_that_cannot_connect_reports_why(rig):
-    description, remote = rig.producer.admit(), rig.producer.remote
-    rig.producer.end()
-    link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
-    closed = rig.next(LinkClosed)
-    assert "no producer" in closed.reason
-    with pytest.raises(TransferError, match="no producer"):
-        link.post(handoff(1), pages(ALL, ALL))
-
-
+# Seen failing with LinkUp after the close.
 def test_close_does_not_wait_for_a_running_connect(rig):
     entered, proceed = threading.Event(), threading.Event()
 
@@ -332,11 +321,6 @@ def test_close_does_not_wait_for_a_running_connect(rig):
     closed = rig.next(LinkClosed)
     assert closed.reason == "changed my mind" and closed.unfinished == (handoff(1),)
     assert (rig.memory.pages == CANARY).all()
-
-
-def test_a_link_below_the_minimum_rate_is_rejected(rig):
-    rig.link(min_gib_per_s=1e6)
-    assert "less than the configured" in rig.next(LinkClosed).reason
 
 
 def test_a_failed_producer_closes_the_link(rig):

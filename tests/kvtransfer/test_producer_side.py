@@ -14,12 +14,7 @@ from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
 from kvtransfer.backends.base import Ints, PagePool, PageProducer, PoolRegion, prepared
-from kvtransfer.frontend_messages import (
-    EndStream,
-    PairInput,
-    PairOutput,
-    SendMessage,
-)
+from kvtransfer.frontend_messages import EndStream, PairInput, PairOutput, SendMessage
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,

@@ -25,13 +25,7 @@ from kvtransfer.messages import (
     ReadsDone,
     SampledOutput,
 )
-from kvtransfer.ports import (
-    AdmittedCommand,
-    ClosedEvent,
-    GrantedEvent,
-    OpenedEvent,
-    PublishCommand,
-)
+from kvtransfer.ports import AdmittedCommand, ClosedEvent, GrantedEvent, OpenedEvent, PublishCommand
 from kvtransfer.protocol.actions import ExposePages, WithdrawPages
 from kvtransfer.protocol.producer import POLL_S, ProducerEnd
 from tests.support.specs import make_spec
