@@ -156,7 +156,13 @@ class Side(ABC, Generic[E]):
     Its engine may handle the end's events later, and the end the engine's commands.
     """
 
-    def __init__(self, end: E, *, late: bool) -> None:
+    def __init__(
+        self, plan: Plan, config: TransferConfig, instance: int, end: E, *, late: bool
+    ) -> None:
+        end.engine_moves(plan.beats)
+        self.plan = plan
+        self.config = config
+        self.instance = instance
         self.inbox: list[Any] = []  # events that the engine has not handled yet
         self.posts: list[Any] = []  # commands that the end has not handled yet
         self._late = late  # whether commands wait
@@ -179,6 +185,43 @@ class Side(ABC, Generic[E]):
         """Return the moves that handle events and commands in the queues between the end and its
         engine."""
         return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+
+    def key(self) -> Hashable:
+        books = (sorted(b.items()) if isinstance(b, dict) else b for b in self._books())
+        queues = repr(self.inbox), repr(self.posts)
+        return (self._end_key(), self.instance, *map(tuple, books), *queues)
+
+    @abstractmethod
+    def _books(self) -> Sequence[Any]:
+        """Return what the engine knows."""
+        ...
+
+    def react(self, given: Input) -> list[Output]:
+        """Change this side and return its outputs to other nodes."""
+        match given:
+            case ("down", stream):
+                actions = self.end.stream_down(stream, "cut")
+            case ("message", stream, message):
+                actions = self.end.received(stream, message, self.now)
+            case ("tick",):
+                self.now = max(self.now, self.end.next_deadline() or self.now)
+                actions = self.end.tick(self.now)
+            case ("post",):
+                return self._obeyed(self.posts.pop(0))
+            case ("restart", instance):
+                self.__dict__.update(self._restarted(instance).__dict__)
+                return []
+            case _:
+                raise AssertionError(given)
+        return self._outputs(actions)
+
+    @abstractmethod
+    def _restarted(self, instance: int) -> Self:
+        """Return this side in a new process."""
+        ...
+
+    @abstractmethod
+    def _outputs(self, actions: Sequence[Any]) -> list[Output]: ...
 
     def ticks(self) -> list[Input]:
         """Let the next deadline expire, if there is one."""
@@ -230,27 +273,15 @@ def _timeless(event: Any) -> Any:
 
 class SimulatedConsumer(Side[ConsumerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(ConsumerEnd(config, plan.tables), late=plan.asynchronous)
-        self.end.engine_moves(plan.beats)
-        self.plan = plan
-        self.config = config
-        self.instance = instance
+        end = ConsumerEnd(config, plan.tables)
+        super().__init__(plan, config, instance, end, late=plan.asynchronous)
         self.jobs = [Job("new", r + 1, 1, 0, 0, ()) for r in range(len(plan.prompts))]
         self.cells: list[Any] = [FREE] * (plan.consumer_pages or len(plan.prompts) * BANK)
         self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
         self.producers: dict[int, str] = {}  # addresses of those that are up, by instance
 
-    def key(self) -> Hashable:
-        return (
-            self._end_key(),
-            self.instance,
-            tuple(self.jobs),
-            tuple(self.cells),
-            tuple(sorted(self.reads.items())),
-            tuple(sorted(self.producers.items())),
-            repr(self.inbox),
-            repr(self.posts),
-        )
+    def _books(self) -> Sequence[Any]:
+        return self.jobs, self.cells, self.reads, self.producers
 
     # Possible next moves of the engine alone
 
@@ -302,10 +333,6 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 state_pages = self.plan.of_producer.state_pages
                 theirs = ProducerPages(1 << 20, state_pages, same_layout=True, piece_bytes=1)
                 actions = self.end.stream_up(stream, producer, address, theirs, self.now)
-            case ("down", stream):
-                actions = self.end.stream_down(stream, "cut")
-            case ("message", stream, message):
-                actions = self.end.received(stream, message, self.now)
             case ("link up", stream):
                 actions = self.end.link_up(stream, "loopback", 1.0)
             case ("link closed", stream):
@@ -317,18 +344,10 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 actions = self.end.read_ended(stream, refused, self.now)
             case ("read late", stream):
                 actions = self.end.read_late(stream, self.now)
-            case ("tick",):
-                self.now = max(self.now, self.end.next_deadline() or self.now)
-                actions = self.end.tick(self.now)
             case ("take",):
                 inbox, self.inbox = self.inbox, []
                 for event in inbox:
                     self._take(event)
-                return []
-            case ("post",):
-                return self._obeyed(self.posts.pop(0))
-            case ("restart", instance):
-                self._restart(instance)
                 return []
             case ("local", r):
                 self._leave(r, ENDED)
@@ -341,10 +360,10 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 # The client sends the same request again, as a submission of its own.
                 self._leave(r, Job("new", serial, 1, 0, 0, ()))
                 return self._posted(CancelHandoff(id, "client"))
-            case (what, r):
+            case ("open" | "grant" | "stop" as what, r):
                 return self._posted(self._command(what, r))
             case _:
-                raise AssertionError(given)
+                return super().react(given)
         return self._outputs(actions)
 
     def _obeyed(self, command: Any) -> list[Output]:
@@ -417,14 +436,14 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         address = addresses[(self.jobs[r].attempt - 1) % len(addresses)]
         return max(instance for instance, at in self.producers.items() if at == address)
 
-    def _restart(self, instance: int) -> None:
-        fresh = SimulatedConsumer(self.plan, self.config, instance)
+    def _restarted(self, instance: int) -> Self:
+        fresh = type(self)(self.plan, self.config, instance)
         # The router replays requests that have not ended, with the tokens it knows.
         fresh.jobs = [
             job if job.state == "ended" else Job("new", r + 1, 1, job.delivered, job.delivered, ())
             for r, job in enumerate(self.jobs)
         ]
-        self.__dict__.update(fresh.__dict__)
+        return fresh
 
     # Engine: events
 
@@ -560,25 +579,14 @@ class Prompt(NamedTuple):
 class SimulatedProducer(Side[ProducerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
         plan = plan.of_producer
-        super().__init__(ProducerEnd(config, plan.tables), late=plan.late_producer)
-        self.end.engine_moves(plan.beats)
-        self.plan = plan
-        self.config = config
-        self.instance = instance
+        end = ProducerEnd(config, plan.tables)
+        super().__init__(plan, config, instance, end, late=plan.late_producer)
         self.prompts: dict[int, Prompt] = {}  # by serial
         self.cells: list[Any] = [FREE] * (plan.producer_pages or len(plan.prompts) * BANK)
         self.exposed: dict[HandoffId, tuple[int, ...]] = {}
 
-    def key(self) -> Hashable:
-        return (
-            self._end_key(),
-            self.instance,
-            tuple(sorted(self.prompts.items())),
-            tuple(self.cells),
-            tuple(sorted(self.exposed.items())),
-            repr(self.inbox),
-            repr(self.posts),
-        )
+    def _books(self) -> Sequence[Any]:
+        return self.prompts, self.cells, self.exposed
 
     def moves(self) -> list[Input]:
         waiting = [s for s, p in self.prompts.items() if p.admitted and not p.last_sent]
@@ -625,27 +633,18 @@ class SimulatedProducer(Side[ProducerEnd]):
         match given:
             case ("up", stream, consumer):
                 actions = self.end.stream_up(stream, consumer, self.now)
-            case ("down", stream):
-                actions = self.end.stream_down(stream, "cut")
-            case ("message", stream, message):
-                actions = self.end.received(stream, message, self.now)
             case ("publish", serial):
                 return self._posted(self._next_chunk(serial))
             case ("fail", serial):
                 return self._posted(FailCommand(serial, "let go", retryable=True))
             case ("take",):
                 return self._take(self.inbox.pop(0))
-            case ("post",):
-                return self._obeyed(self.posts.pop(0))
-            case ("tick",):
-                self.now = max(self.now, self.end.next_deadline() or self.now)
-                actions = self.end.tick(self.now)
-            case ("restart", instance):
-                self.__dict__.update(SimulatedProducer(self.plan, self.config, instance).__dict__)
-                return []
             case _:
-                raise AssertionError(given)
+                return super().react(given)
         return self._outputs(actions)
+
+    def _restarted(self, instance: int) -> Self:
+        return type(self)(self.plan, self.config, instance)
 
     def _obeyed(self, command: Any) -> list[Output]:
         return self._outputs(self.end.command(command))

@@ -413,13 +413,12 @@ class SourceSide(SimulatedProducer):
                 self.begin(2, self.live.known)
             case ("pause is over",):
                 self.departures.poll(FOR_EVER)
-            case ("restart", instance):
-                fresh = SourceSide(self.live, self.config, instance, runs=None)
-                self.__dict__.update(fresh.__dict__)
-                return []
             case _:
                 return super()._react(given)
         return self._turn()
+
+    def _restarted(self, instance: int) -> Self:
+        return type(self)(self.live, self.config, instance, runs=None)
 
     def _take(self, event: Any) -> list[Output]:
         of_loans = event.serial in self.loans._asked or event.serial in self.loans.pages_in_use
@@ -564,12 +563,12 @@ class TargetSide(SimulatedConsumer):
     def _copies(self, r: int) -> bool:
         return self.live.copies and self.jobs[r].attempt == 1
 
-    def _restart(self, instance: int) -> None:
+    def _restarted(self, instance: int) -> Self:
         """Restart without migrations. A request whose target is gone does not migrate. Its
         router replays it elsewhere."""
         fresh = type(self)(self.live, self.config, instance, asks=self.asks)
         fresh.jobs = [ENDED] * len(self.jobs)
-        self.__dict__.update(fresh.__dict__)
+        return fresh
 
     def _take(self, event: Any) -> None:
         match event:

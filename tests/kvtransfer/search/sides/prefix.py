@@ -287,13 +287,11 @@ class ExporterSide(SimulatedProducer):
             case ("evict",):
                 self.memory.vandalise()
                 return []
-            case ("restart", instance):
-                plan = self.sharing_plan
-                memory = exporter_memory(plan)
-                fresh = ExporterSide(plan, self.config, instance, memory, knows=False)
-                self.__dict__.update(fresh.__dict__)
-                return []
         return super()._react(given)
+
+    def _restarted(self, instance: int) -> Self:
+        plan = self.sharing_plan
+        return type(self)(plan, self.config, instance, exporter_memory(plan), knows=False)
 
     def _take(self, event: Any) -> list[Output]:
         match event:
@@ -406,12 +404,12 @@ class FetcherSide(SimulatedConsumer):
         self.jobs[r] = self.jobs[r]._replace(state="open") if begun else ENDED
         return [output for command in self.port.take() for output in self._posted(command)]
 
-    def _restart(self, instance: int) -> None:
+    def _restarted(self, instance: int) -> Self:
         plan = self.sharing_plan
         memory = Memory(plan.consumer_pages, plan.tables)
-        fresh = FetcherSide(plan, self.config, instance, memory)
+        fresh = type(self)(plan, self.config, instance, memory)
         fresh.jobs = [ENDED] * len(self.jobs)
-        self.__dict__.update(fresh.__dict__)
+        return fresh
 
     def _take(self, event: Any) -> None:
         match event:
