@@ -1,5 +1,6 @@
 """Invariants of the whole repository."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -122,6 +123,19 @@ def test_no_folder_has_more_than_16_modules():
         and not path.stem.endswith(("_pb2", "_pb2_grpc"))
     ]
     assert {folder for folder, number in Counter(modules).items() if number > 16} == set()
+
+
+def test_no_constructor_has_more_than_8_arguments():
+    found = []
+    for path in _texts():
+        if path.suffix != ".py" or path.relative_to(ROOT).parts[0] == "tests":
+            continue
+        for each in ast.walk(ast.parse(path.read_text())):
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                arguments = [*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs]
+                if len(arguments) > 9:  # with self
+                    found.append(f"{path.relative_to(ROOT)}:{each.lineno}")
+    assert found == []
 
 
 def test_the_change_log_has_this_version_and_its_protocols():

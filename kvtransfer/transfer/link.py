@@ -208,6 +208,21 @@ class _State:
     closing: str | None = None  # reason for closing, once requested
 
 
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Limits of a link.
+
+    Attributes:
+        read_s: time limit of a read, in addition to its bytes at a tenth of the measured rate.
+        min_gib_per_s: a slower link closes instead of coming up.
+        max_jobs: unfinished jobs before `post` raises Overloaded.
+    """
+
+    read_s: float
+    min_gib_per_s: float = 0.0
+    max_jobs: int = 4096
+
+
 class Link:
     """Reads pages of one producer instance into the local pool.
 
@@ -221,9 +236,7 @@ class Link:
         notify: Notify,
         *,
         num_bytes: LinkBytes,
-        read_s: float,
-        min_gib_per_s: float = 0.0,
-        max_jobs: int = 4096,
+        limits: LinkLimits,
         ranks: tuple[int, int] = (0, 0),
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> None:
@@ -235,9 +248,6 @@ class Link:
             notify: called on the link's thread with each event. Must not block or raise. Usually
                 puts the event into the owner's queue and wakes the owner.
             num_bytes: counts the bytes of reads. `connect` must use the same byte ranges.
-            read_s: time limit of a read, in addition to its bytes at a tenth of the measured rate.
-            min_gib_per_s: a slower link closes instead of coming up.
-            max_jobs: unfinished jobs before `post` raises Overloaded.
             ranks: this rank and the producer's, which LinkUp reports.
             take_memory: called on the link's thread with a local page id. Makes the system allocate
                 the page's memory before it is written.
@@ -246,9 +256,7 @@ class Link:
         self._connect = connect
         self._notify = notify
         self._num_bytes = num_bytes
-        self._read_s = read_s
-        self._min_gib_per_s = min_gib_per_s
-        self._max_jobs = max_jobs
+        self._limits = limits
         self._ranks = ranks
         self._take_memory = take_memory
         self._state = _State()
@@ -268,8 +276,8 @@ class Link:
         with self._changed:
             if self._state.closing is not None:
                 raise TransferError(f"the link is closed: {self._state.closing}")
-            if len(self._state.jobs) >= self._max_jobs:
-                raise Overloaded(f"{self._max_jobs} reads are queued on this link")
+            if len(self._state.jobs) >= self._limits.max_jobs:
+                raise Overloaded(f"{self._limits.max_jobs} reads are queued on this link")
             self._state.jobs.append(_Job(handoff, pages))
             self._changed.notify()
 
@@ -279,7 +287,7 @@ class Link:
         """
         with self._changed:
             expected = self._state.expected
-            expected.extend(destination_pages[: self._max_jobs - len(expected)].tolist())
+            expected.extend(destination_pages[: self._limits.max_jobs - len(expected)].tolist())
             self._changed.notify()
 
     @property
@@ -337,10 +345,10 @@ class Link:
                 if self._state.closing is not None:
                     return
             gib_per_s = self._probe(connection)
-            if gib_per_s < self._min_gib_per_s:
+            if gib_per_s < self._limits.min_gib_per_s:
                 raise TransferError(
                     f"{connection.path} gives {gib_per_s:.2f} GiB/s, less than the configured "
-                    f"{self._min_gib_per_s:.2f}"
+                    f"{self._limits.min_gib_per_s:.2f}"
                 )
             member = LinkMember(*self._ranks, connection.path, gib_per_s)
             self._notify(LinkUp(connection.path, gib_per_s, (member,)))
@@ -355,7 +363,7 @@ class Link:
 
     def _probe(self, connection: BackendConnection) -> float:
         with self._changed:
-            self._state.due = time.monotonic() + self._read_s
+            self._state.due = time.monotonic() + self._limits.read_s
         gib_per_s = connection.probe()
         with self._changed:
             self._state.due = None
@@ -375,7 +383,7 @@ class Link:
                 return None
             job = self._state.jobs[0]
             num_bytes = self._num_bytes.of(job.pages)
-            allowed_s = self._read_s + num_bytes / (SLOWEST * rate.gib_per_s * GIB)
+            allowed_s = self._limits.read_s + num_bytes / (SLOWEST * rate.gib_per_s * GIB)
             self._state.due = time.monotonic() + allowed_s
             return job
 

@@ -26,7 +26,7 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
+from kvtransfer.transfer.link import Link, LinkBytes, LinkLimits, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.paths import (
     MOST_KNOWN,
@@ -170,8 +170,7 @@ class RankLinks:
             lambda: self._connect(hello, backend, producer, num_bytes.slices),
             notify,
             num_bytes=num_bytes,
-            read_s=self._config.read_timeout_s,
-            min_gib_per_s=self._config.min_link_gib_per_s,
+            limits=LinkLimits(self._config.read_timeout_s, self._config.min_link_gib_per_s),
             ranks=(self._rank, producer),
             take_memory=self._take_memory,
         )

@@ -220,6 +220,7 @@ class EngineControl:
         prepare: creates the additional parts of another role, while no work is in progress. Raises
             ConfigError or FailedPrecondition if this engine cannot have that role.
     Attributes:
+        sources: of the reports.
         may_end: returns whether a node without requests may end its drain.
     """
 
@@ -234,7 +235,7 @@ class EngineControl:
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
         self._channel = channel
-        self._sources = sources
+        self.sources = sources
         self._prepare = prepare
         self._successor: StartRole | None = None  # StartRole of the next role
         self._rested_s = 0.0
@@ -320,24 +321,24 @@ class EngineControl:
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
         waiting = inside.waiting_by_class()
         gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}
-        pages = self._sources.pages_by_holder()
+        pages = self.sources.pages_by_holder()
         gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
         gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
         gauges |= self._operations.gauges
         gauges |= self._own_totals()
-        for more in self._sources.gauges:
+        for more in self.sources.gauges:
             gauges |= more()
         distributions = dict(inside.distributions())
-        for meter in self._sources.meters:
+        for meter in self.sources.meters:
             gauges |= meter.gauges()
             distributions |= meter.distributions()
         self._channel.post(
             EngineStats(
-                steps=self._sources.clock.reading.finished,
+                steps=self.sources.clock.reading.finished,
                 gauges=gauges,
                 state=self._state(inside),
                 pages_free=pages["free"] + pages["cache"],
-                links=tuple(self._sources.links.values()),
+                links=tuple(self.sources.links.values()),
                 distributions=distributions,
                 backlogs=inside.backlogs(),
                 adapters=dict(self._adapters.names()),
@@ -380,7 +381,7 @@ class EngineControl:
         match command:
             case DescribeNode():
                 description = {
-                    "pages": self._sources.pages_by_holder(),
+                    "pages": self.sources.pages_by_holder(),
                     "queues": inside.queues(),
                     "counters": inside.counters(),
                 }

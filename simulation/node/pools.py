@@ -40,10 +40,15 @@ def pool_directory(configured: Path | None) -> Path:
     return directory
 
 
-def delete_unused(path: Path, delete: Callable[[Path], None]) -> None:
-    """Delete a file or directory of this user, unless a running process has locked it."""
+def delete_unused(path: Path, delete: Callable[[Path], None], flags: int = 0) -> None:
+    """Delete a file or directory of this user, unless a running process has locked it.
+
+    Args:
+        flags: for `os.open`. With O_DIRECTORY, nothing but a directory is opened, so that another
+            user's pipe in a shared folder cannot block this process.
+    """
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_uid == os.getuid():

@@ -136,7 +136,7 @@ _NEW = "new-"  # prefix until the directory is locked, or another run would dele
 def scratch_directory() -> Iterator[Path]:
     """Make an empty directory, deleted at the end. Also delete directories of killed runs."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        delete_unused(left, shutil.rmtree)
+        delete_unused(left, shutil.rmtree, os.O_DIRECTORY)
     new = Path(tempfile.mkdtemp(prefix=_NEW + _PREFIX))
     fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -25,7 +25,7 @@ from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.backends.base import PoolRegion
 from kvtransfer.pairing import PairHello, compare
 from tests.support.hardware import interpreter
-from tests.support.hardware.devices import CPU, operators_here, use
+from tests.support.hardware.devices import CPU, need_invariant_products, operators_here, use
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.quantized_checkpoints import FORMATS, requantised
 from tests.support.models.tiny_models import make_tiny
@@ -39,6 +39,11 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def operators(monkeypatch):
     use("compiled", monkeypatch)
+
+
+@pytest.fixture
+def products(operators):
+    need_invariant_products(torch.float32)
 
 
 def refusal(directory, dtype=torch.float32, where=CPU, **settings):
@@ -83,6 +88,7 @@ class Uneven:
     ids=["float32", "bfloat16", "int8"],
 )
 def test_a_dense_model_passes(checkpoint, dtype, quantize):
+    need_invariant_products(dtype, quantize)
     passes(checkpoint, dtype, quantize)
 
 
@@ -92,15 +98,18 @@ def passes(directory, dtype=torch.float32, quantize="none"):
     keep(load(directory, CPU, dtype, quantize))
 
 
+@pytest.mark.usefixtures("products")
 def test_weights_of_4_bits_pass(checkpoint, tmp_path):
     passes(requantised(checkpoint, tmp_path, FORMATS["awq"])[0])
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_experts_latents_and_states_pass(tmp_path, family):
     passes(make_checkpoint(tmp_path, family))
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("kind", ["phi3", "gpt2"])
 def test_a_class_of_transformers_without_experts_passes(tmp_path, kind):
     passes(make_tiny(tmp_path, kind))
@@ -157,6 +166,7 @@ def test_functions_that_may_depend_on_other_rows_are_rejected(function, words):
         computed()
 
 
+@pytest.mark.usefixtures("products")
 def test_experts_that_depend_on_other_rows_are_reported(tmp_path):
     model = load(make_checkpoint(tmp_path, "qwen3_moe"), CPU, torch.float32)
     first, *others = model.layers
@@ -168,6 +178,7 @@ def test_experts_that_depend_on_other_rows_are_reported(tmp_path):
     assert differing_operation(model, layout_of(model)) == "the experts of layer 0"
 
 
+@pytest.mark.usefixtures("products")
 def test_a_product_that_depends_on_other_rows_is_reported(checkpoint):
     model = load(checkpoint, CPU, torch.float32)
     first, second = model.layers
@@ -177,6 +188,7 @@ def test_a_product_that_depends_on_other_rows_is_reported(checkpoint):
     assert differing_operation(model, layout_of(model)) == "down_proj of layer 1"
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     "operation, name",
     [
@@ -281,6 +293,7 @@ class TestGpu:
         assert "recurrent states are not supported on GPUs" in refusal(hybrid, where=self.WHERE)
 
 
+@pytest.mark.usefixtures("products")
 def test_float16_is_rejected(checkpoint):
     refused = refusal(checkpoint, torch.float16)
     assert "do not multiply float16" in refused and "set engine.dtype to float32" in refused
@@ -313,6 +326,7 @@ def test_a_layer_without_a_rule_is_rejected(tmp_path):
         keep(model)
 
 
+@pytest.mark.usefixtures("products")
 def test_a_state_that_depends_on_chunks_is_reported(tmp_path, monkeypatch):
     model = load(make_checkpoint(tmp_path, "qwen3_5_text"), CPU, torch.float32)
     monkeypatch.setattr(chosen, "_used", [chosen.Operations(delta_rule=delta_rule_reference)])

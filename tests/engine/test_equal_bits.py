@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kv_cache.layout import NO_TABLE
 from engine.models import Model, load
 from tests.support.engine.steps import Recorder, Steps, prompt
-from tests.support.hardware.devices import CPU, use
+from tests.support.hardware.devices import CPU, need_invariant_products, use
 from tests.support.models.checkpoints import (
     HYBRID_ARCHITECTURES,
     LATENT_ARCHITECTURES,
@@ -201,6 +201,7 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
     tmp_path, monkeypatch, make, kind, precision, backend
 ):
     use("compiled", monkeypatch)
+    need_invariant_products(*PRECISIONS[precision])
     model = load(make(tmp_path, kind), CPU, *PRECISIONS[precision], backend)
     model.compute_in_one_way()
     check(model)
@@ -209,6 +210,7 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_a_tied_head_and_windows_have_the_same_bits(tmp_path, monkeypatch, family):
     use("compiled", monkeypatch)
+    need_invariant_products(torch.float32)
     directory = make_checkpoint(tmp_path, family, tie_word_embeddings=True)
     model = load(directory, CPU, torch.float32)
     reference = alone(model)

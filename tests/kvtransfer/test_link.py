@@ -22,6 +22,7 @@ from kvtransfer.transfer.link import (
     LinkBytes,
     LinkClosed,
     LinkEvent,
+    LinkLimits,
     LinkRate,
     LinkUp,
     RateMeasured,
@@ -76,8 +77,7 @@ class Rig:
             connect or self.connect,
             self.events.put,
             num_bytes=LinkBytes(PAGE_BYTES),
-            read_s=read_s,
-            max_jobs=max_jobs,
+            limits=LinkLimits(read_s, max_jobs=max_jobs),
             take_memory=take_memory,
         )
         self._exits.callback(link.join, 60.0)

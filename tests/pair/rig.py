@@ -355,7 +355,9 @@ class PairRig:
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.control.links) == self._num_producers for node in self._consumers),
+            lambda: all(
+                len(node.control.sources.links) == self._num_producers for node in self._consumers
+            ),
             "all nodes are paired",
         )
 

@@ -80,7 +80,7 @@ def test_a_link_with_a_slow_first_probe_reports_its_later_rate(known, monkeypatc
     monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     monkeypatch.setattr(LoopbackConnection, "probe", lambda self: next(probes, 3.0))
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
-        links = [node.control.links for node in rig.decode]
+        links = [node.control.sources.links for node in rig.decode]
         rig.until(
             lambda: [each["prefill-0"].gib_per_s for each in links] == [3.0, 3.0],
             "the links have been measured again",

@@ -26,7 +26,7 @@ def _rig(known, reconnect_wait_s: float = FOR_EVER_S, **how) -> PairRig:
 def _cut_all(rig: PairRig) -> None:
     for prefill in rig.prefill:
         rig.wires.cut(prefill.front, rig.decode[0].front)
-    rig.until(lambda: not rig.decode[0].control.links, "it is paired with none")
+    rig.until(lambda: not rig.decode[0].control.sources.links, "it is paired with none")
 
 
 def _under_way(rig: PairRig) -> list[Asked]:

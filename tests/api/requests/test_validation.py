@@ -58,8 +58,11 @@ async def parsed(**fields: Any) -> SamplingParams:
         ({"token_ids": tokens()}, "token_ids is empty"),
         ({"token_ids": tokens(*[5] * CONTEXT_LENGTH)}, f"token_ids has {CONTEXT_LENGTH} tokens"),
         ({"text": "xyzw" * CONTEXT_LENGTH}, "text has "),
-        ({"token_ids": tokens(5, VOCABULARY_SIZE)}, rf"token_ids\[1\] is {VOCABULARY_SIZE}"),
-        ({"token_ids": tokens(2**32 - 1)}, r"token_ids\[0\] is 4294967295"),
+        (
+            {"token_ids": tokens(5, VOCABULARY_SIZE)},
+            rf"token_ids\[1\]: token {VOCABULARY_SIZE} is outside",
+        ),
+        ({"token_ids": tokens(2**32 - 1)}, r"token_ids\[0\]: token 4294967295 is outside"),
         ({"messages": messages()}, "messages must have at least one"),
         (
             {"messages": messages(*[("user", "x")] * (MAX_MESSAGES + 1))},

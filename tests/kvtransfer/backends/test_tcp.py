@@ -29,6 +29,7 @@ from kvtransfer.transfer.link import (
     LinkBytes,
     LinkClosed,
     LinkEvent,
+    LinkLimits,
     LinkUp,
 )
 from tests.support.network.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
@@ -308,7 +309,7 @@ def test_a_producer_that_resumes_after_the_link_has_closed_writes_nothing(ends, 
         lambda: backend.connect(description, producer.remote, memory.pool),
         events.put,
         num_bytes=LinkBytes(page_bytes),
-        read_s=60.0,
+        limits=LinkLimits(60.0),
     )
     assert isinstance(events.get(timeout=60), LinkUp)
     source, destination = scattered(0, num_pages, num_pages)

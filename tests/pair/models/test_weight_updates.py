@@ -111,7 +111,7 @@ def test_nodes_with_different_weights_do_not_pair_until_they_have_the_same(rig, 
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     early, late = (producer, consumer) if first == "prefill" else (consumer, producer)
     updated(rig, early)
-    rig.until(lambda: not consumer.control.links, "the pair has ended")
+    rig.until(lambda: not consumer.control.sources.links, "the pair has ended")
     rig.flush(*rig.nodes)
     alone, handed = ask(rig), producer.count("handoffs_completed")
     name = "new" if early is consumer else "old"
@@ -143,7 +143,7 @@ def test_updated_weights_equal_those_of_a_node_that_was_started_with_them(shelf,
         assert ask(rig).tokens == greedy("new", PROMPT, 8)
         assert producer.count("handoffs_completed") == 1
         updated(rig, changed, path="old")
-        rig.until(lambda: not consumer.control.links, "the pair has ended")
+        rig.until(lambda: not consumer.control.sources.links, "the pair has ended")
 
 
 def test_weights_are_updated_only_during_a_pause_and_the_pause_lasts_as_long(rig, greedy):

@@ -32,7 +32,7 @@ def _spoiled(node: Node) -> Iterator[None]:
 def _pair_again(rig: PairRig, producer: int = 0) -> None:
     prefill, decode = rig.prefill[producer], rig.decode[0]
     rig.wires.cut(prefill.front, decode.front)
-    rig.until(lambda: prefill.front.address not in decode.control.links, "the pair is over")
+    rig.until(lambda: prefill.front.address not in decode.control.sources.links, "the pair is over")
     rig.wires.heal()
 
 
@@ -58,7 +58,7 @@ def test_a_node_with_wrong_kv_is_used_only_after_a_correct_canary(
             rig.run()
             for each in asked:
                 assert each.tokens == known.greedy(PROMPT, 8)
-            assert list(decode.control.links) == [rig.prefill[1].front.address]
+            assert list(decode.control.sources.links) == [rig.prefill[1].front.address]
             assert decode.count("local_prefills/no_prefill_node") == 1
             assert decode.count("canaries/passed") == 2
 
@@ -78,7 +78,7 @@ def test_a_node_with_wrong_kv_stays_out_while_no_canary_can_run(
         with monkeypatch.context() as no_time:
             no_time.setattr(canary, "BUDGET_S", 1e-9)
             rig.until(lambda: decode.count("canaries/unknown") >= 2, "it is tried twice")
-            assert list(decode.control.links) == [rig.prefill[1].front.address]
+            assert list(decode.control.sources.links) == [rig.prefill[1].front.address]
         rig.until_paired()
         assert decode.count("canaries/passed") == 3
 
@@ -99,7 +99,7 @@ def test_a_node_paired_while_requests_wait_is_checked_once_afterwards(known: Kno
         assert decode.count("canaries/passed") == 1
         resumed(rig, decode)
         rig.until(lambda: decode.count("canaries/passed") == 2, "it is tried")
-        assert decode.control.links
+        assert decode.control.sources.links
         rig.until_free()
         handed = decode.count("handoffs_completed")
         assert computes_nothing(rig) and decode.count("handoffs_completed") == handed
@@ -115,7 +115,7 @@ def test_a_node_in_use_is_removed_when_its_canary_fails(
             _pair_again_while_busy(rig)
             resumed(rig, decode)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
-            assert list(decode.control.links) == [rig.prefill[1].front.address]
+            assert list(decode.control.sources.links) == [rig.prefill[1].front.address]
             asked = rig.serve(PROMPT, prefill=[0, 1])
             assert asked.tokens == known.greedy(PROMPT, 8)
         rig.until_paired()
@@ -129,7 +129,7 @@ def test_a_node_in_use_that_fails_during_its_canary_is_removed(known: Known) -> 
         resumed(rig, decode)
         rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
         rig.wires.cut(gone.front, decode.front)
-        rig.until(lambda: not decode.control.links, "it is gone")
+        rig.until(lambda: not decode.control.sources.links, "it is gone")
         rig.wires.heal()
         rig.until_paired()
         assert decode.count("canaries/passed") == 2
@@ -144,7 +144,7 @@ def test_a_node_that_fails_during_its_canary_is_removed(known: Known) -> None:
         rig.until_free()
         asked = rig.serve(PROMPT, prefill=[0, 1])
         assert asked.tokens == known.greedy(PROMPT, 8)
-        assert list(decode.control.links) == [rig.prefill[1].front.address]
+        assert list(decode.control.sources.links) == [rig.prefill[1].front.address]
         assert decode.count("canaries/passed") == 2 and decode.count("canaries/unknown") == 0
         rig.wires.heal()
         rig.until_paired()

@@ -184,7 +184,7 @@ def test_a_request_that_waits_for_a_producer_is_reported(known):
     with PairRig(known.loaded, reconnect_wait_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.wires.cut(prefill.front, decode.front)
-        rig.until(lambda: not decode.control.links, "it is paired with none")
+        rig.until(lambda: not decode.control.sources.links, "it is paired with none")
         rig.ask(range(50), request_id="mine")
         rig.until(lambda: decode.queue("unpaired"), "it waits")
         assert decode.role.handoffs() == [{"queue": "unpaired", "request_id": "mine"}]

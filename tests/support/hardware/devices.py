@@ -23,12 +23,13 @@ def operators_here(threads: int = 2) -> Operators | None:
         return None
 
 
-def need_invariant_products(dtype: torch.dtype) -> None:
-    """Skip the test on a processor that `engine.batch_invariant` does not support for this
-    dtype."""
+def need_invariant_products(dtype: torch.dtype, quantize: str = "none") -> None:
+    """Skip the test on a processor that `engine.batch_invariant` does not support for these
+    settings."""
     operators = operators_here()
-    if operators is None or not operators.multiplies(dtype):
-        pytest.skip(f"the compiled kernels do not multiply {dtype} on this processor")
+    for each in (dtype, torch.int8) if quantize == "int8" else (dtype,):
+        if operators is None or not operators.multiplies(each):
+            pytest.skip(f"the compiled kernels do not multiply {each} on this processor")
 
 
 def compute_as_a_node() -> None:
