@@ -8,7 +8,7 @@ import torch
 from engine.kv_cache.states import RecurrentState
 from engine.models import load
 from tests.pair.rig import Loaded, PairRig, Size, prompt
-from tests.support.hardware.devices import CPU, use
+from tests.support.hardware.devices import CPU, need_invariant_products, use
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.drafters import recall, speculator
 
@@ -56,6 +56,7 @@ def made(loaded: Loaded, text: list[int], num_tokens: int, size: Size, **options
 def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype, kv_dtype):
     """Compares keys and values of all tokens, and the state after the last one."""
     use("compiled", monkeypatch)
+    need_invariant_products(getattr(torch, dtype))
     directory = make_checkpoint(tmp_path, family)
     model = load(directory, CPU, getattr(torch, dtype))
     model.compute_in_one_way()
