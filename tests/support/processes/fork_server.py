@@ -485,9 +485,10 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     Skips the interpreter's finalisation, which with torch would cost as much as the imports.
     """
     sys.argv = [module, *arguments]
-    is_package = hasattr(sys.modules.get(module), "__path__")
-    # If a test has imported the module, it runs again as a program.
-    sys.modules.pop(f"{module}.__main__" if is_package else module, None)
+    # If a test has imported the module, or one that it runs, that module runs again as a program.
+    for name in [each for each in sys.modules if each == module or each.endswith(".__main__")]:
+        if not hasattr(sys.modules[name], "__path__"):
+            del sys.modules[name]
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
