@@ -16,6 +16,7 @@ from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from engine.load import check_group
 from engine.models import open_checkpoint
+from engine.models.linear import onednn
 from engine.models.spec import LoadTarget
 from engine.ranks import Share
 from engine.ranks.expert_exchange import ExpertExchange
@@ -59,6 +60,7 @@ def submit(node: GroupNode, requests: Requests) -> None:
 EVERY: Requests = [(prompt(5 + 16 * n, n), each) for n, each in enumerate(EVERY_SAMPLING)]
 BUSY: Sequence[Requests] = (EVERY, [asks(90, 20), asks(40, 21), asks(3, 22)])
 ONE_IDLE: Sequence[Requests] = ((), [asks(70, 3), asks(9, 4)])
+int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
 NGRAM = SpeculativeConfig(
     method="ngram", adaptive=False, num_speculative_tokens=3, prompt_lookup_min=1
 )
@@ -70,7 +72,7 @@ NGRAM = SpeculativeConfig(
         ("qwen3_moe", 2, BUSY, {}),
         ("qwen3_moe", 2, ONE_IDLE, {}),
         pytest.param("qwen3_moe", 4, (*BUSY, *ONE_IDLE), {}, marks=pytest.mark.long),
-        pytest.param("qwen3_moe", 2, BUSY, {"quantize": "int8"}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", 2, BUSY, {"quantize": "int8"}, marks=[pytest.mark.long, int8]),
         pytest.param("qwen3_moe", 2, BUSY, {"speculative": NGRAM}, marks=pytest.mark.long),
         pytest.param("qwen2_moe", 2, BUSY, {}, marks=pytest.mark.long),
         pytest.param("gpt_oss", 2, BUSY, {"num_pages": 60}, marks=pytest.mark.long),
