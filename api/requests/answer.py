@@ -147,7 +147,7 @@ class ResponseBuilder:
         self._spell = spell
         self._silent = silent
         self._returns_cached_tokens = returns_cached_tokens
-        self._stops = job.stops.begin()
+        self._stops = None if job.stops is None else job.stops.begin()
         self._echo = job.echo
         # The next three are false once the prompt is returned.
         self._returns_prompt = job.echo is not None or self._sampling.prompt_logprobs >= 0

@@ -108,12 +108,13 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     """A tokenized request, ready for a decode node.
 
     Attributes:
+        stops: None: only tokens end the response.
         echo: text of the prompt, with which the response begins.
         client_sampling: the client's parameters. `spec` also has what hidden states need.
     """
 
     spec: RequestSpec
-    stops: StopRules
+    stops: StopRules | None
     client_sampling: SamplingParams
     echo: str | None = None
 

@@ -317,8 +317,8 @@ def _check_characters(field: str, texts: Sequence[str]) -> None:
         check_at_most(where, len(text), "characters", MAX_STOP_CHARACTERS)
 
 
-async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
-    """Compile the stop strings and expressions of a response.
+async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules | None:
+    """Compile the stop strings and expressions of a response. Return None if it has none.
 
     Expressions take milliseconds, on another thread.
 
@@ -326,7 +326,7 @@ async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
         InvalidRequest: an expression is invalid, or all of them cost too much to search for.
     """
     if not texts:
-        return StopRules(strings)
+        return StopRules(strings) if strings else None
     try:
         return StopRules(strings, await asyncio.to_thread(Automaton, texts))
     except InvalidRequest as error:

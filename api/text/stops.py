@@ -170,20 +170,20 @@ class StopConditions:
 
 
 class StopRules:
-    """Stop strings and expressions of one request. Shared by its responses."""
+    """Stop strings and expressions of one request, at least one. Shared by its responses."""
 
     def __init__(self, strings: Sequence[str], expressions: Automaton | None = None) -> None:
         self._strings = _Prefix(strings) if strings else None
         self._expressions = expressions
 
-    def begin(self) -> StopConditions | None:
-        """Return the state of one response. None: only tokens end it."""
+    def begin(self) -> StopConditions:
+        """Return the state of one response."""
         watchers: list[StopStrings | StopExpressions] = []
         if self._strings is not None:
             watchers.append(StopStrings(self._strings))
         if self._expressions is not None:
             watchers.append(StopExpressions(self._expressions))
-        return StopConditions(watchers) if watchers else None
+        return StopConditions(watchers)
 
 
 class _Prefix:

@@ -70,6 +70,7 @@ class PrefixFetches:
 
     Attributes:
         costs: measured costs of fetches.
+        keys: requests that have started a fetch or waited for one.
         waits: fetch in progress of each waiting request.
         fetched: prefixes that were fetched for requests.
         pages_in_use: held until no bytes can land in them.
@@ -96,6 +97,7 @@ class PrefixFetches:
         self._tables = tables
         self._shared = shared
         self.costs = PrefixReadCosts(config.max_cost_ratio)
+        self.keys: set[int] = set()
         self.open: dict[HandoffId, _Fetch] = {}
         self.pages_in_use: dict[HandoffId, Ints] = {}
         self.waits: dict[int, HandoffId] = {}
@@ -168,7 +170,8 @@ class PrefixFetches:
         return list(over)
 
     def forget(self, key: int) -> None:
-        """Forget a request, if it is known. Its fetch continues, for the tree."""
+        """Forget a request of `keys`. Its fetch continues, for the tree."""
+        self.keys.discard(key)
         self.fetched.pop(key, None)
         self._over.pop(key, None)
         handoff_id = self.waits.pop(key, None)
@@ -229,6 +232,7 @@ class PrefixFetches:
             return False
         self.open[handoff_id].waiting.add(key)
         self.waits[key] = handoff_id
+        self.keys.add(key)
         self._over.pop(key, None)  # of an earlier fetch
         return True
 

@@ -303,7 +303,8 @@ class PrefixSharing:
 
     def forget(self, key: int) -> None:
         """Forget an ended request in any stage."""
-        self.fetches.forget(key)
+        if key in self.fetches.keys:
+            self.fetches.forget(key)
         self.sources.computing.leave(key)
 
     def handle(self, event: NodeEvent) -> bool:

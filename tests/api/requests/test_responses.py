@@ -22,7 +22,9 @@ LENGTH = StreamEnd("length")
 def answer(*stops: str, marks: dict[int, str] | None = None, **sampling: Any) -> ResponseBuilder:
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks or {})
     spec = make_spec([5] * 5)
-    job = TokenizedRequest(spec, StopRules(stops), replace(spec.sampling, **sampling))
+    job = TokenizedRequest(
+        spec, StopRules(stops) if stops else None, replace(spec.sampling, **sampling)
+    )
     return ResponseBuilder(job, detokenizer, BYTE_LEVEL.spelling)
 
 
