@@ -6,19 +6,16 @@ A link is named by its stream. A stream belongs to one producer instance and its
 reused, so a read never reaches another instance than intended (rule 10).
 """
 
-from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvtransfer.frontend_messages import EndStream, PairOutput, SendMessage
+from kvtransfer.frontend_messages import EndStream, SendMessage
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     CompletedEvent,
     ConsumerEvent,
     Ints,
-    NodeEvent,
     PagesToRead,
     ProducerEvent,
     TablePages,
@@ -103,27 +100,3 @@ ConsumerAction: TypeAlias = (
     | ConsumerEvent
 )
 ProducerAction: TypeAlias = SendMessage | EndStream | ExposePages | WithdrawPages | ProducerEvent
-
-
-class EventOutlet:
-    """The output of the transfer thread: messages to the frontend, and events to the engine."""
-
-    def __init__(self, send: Callable[[PairOutput], None]) -> None:
-        self.send = send
-        self._events: deque[NodeEvent] = deque()
-        self.num_emitted = 0  # events, counted on the transfer thread
-        self.num_consumed = 0  # consumed events, counted on the engine thread
-
-    def emit(self, event: NodeEvent) -> None:
-        self.num_emitted += 1
-        self._events.append(event)
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
-
-    def take(self) -> list[NodeEvent]:
-        """Return the events not consumed yet. Engine thread only."""
-        events = [self._events.popleft() for _ in range(len(self._events))]
-        self.num_consumed += len(events)
-        return events

@@ -1,4 +1,5 @@
-"""Parts of the state machines of both ends: published ranges, deadlines, heartbeats and streams.
+"""Parts of the state machines of both ends: published ranges, deadlines, heartbeats, streams and
+output.
 
 A hand-off has ranges from its Grant on. The published token ranges of a hand-off are consecutive.
 
@@ -8,16 +9,17 @@ not.
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from common.config import TransferConfig
 from common.errors import ProtocolViolation
 from common.page_tables import PageSpan, PageTables, num_pages_of
-from kvtransfer.frontend_messages import EndStream, SendMessage
+from kvtransfer.frontend_messages import EndStream, PairOutput, SendMessage
 from kvtransfer.messages import AnyMessage, Live, Prefix, Source
-from kvtransfer.ports import PIECES, TablePages
+from kvtransfer.ports import PIECES, NodeEvent, TablePages
 
 _PIECES = PageTables(1)  # one page for each piece
 
@@ -354,3 +356,27 @@ class ProtocolEnd(Generic[StreamT, Action]):
 def earliest(times: Iterable[float | None]) -> float | None:
     """Return the earliest time that is not None, or None."""
     return min((time for time in times if time is not None), default=None)
+
+
+class EventOutlet:
+    """The output of the transfer thread: messages to the frontend, and events to the engine."""
+
+    def __init__(self, send: Callable[[PairOutput], None]) -> None:
+        self.send = send
+        self._events: deque[NodeEvent] = deque()
+        self.num_emitted = 0  # events, counted on the transfer thread
+        self.num_consumed = 0  # consumed events, counted on the engine thread
+
+    def emit(self, event: NodeEvent) -> None:
+        self.num_emitted += 1
+        self._events.append(event)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[NodeEvent]:
+        """Return the events not consumed yet. Engine thread only."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        self.num_consumed += len(events)
+        return events

@@ -23,7 +23,6 @@ from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,
     ConsumerAction,
-    EventOutlet,
     ExpectPages,
     OpenLink,
     PageSum,
@@ -31,7 +30,7 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.attempt import ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.progress import earliest
+from kvtransfer.protocol.progress import EventOutlet, earliest
 from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,

@@ -27,9 +27,9 @@ from kvtransfer.messages import (
 )
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import ProducerCommand, TablePages
-from kvtransfer.protocol.actions import EventOutlet, ExposePages, ProducerAction, WithdrawPages
+from kvtransfer.protocol.actions import ExposePages, ProducerAction, WithdrawPages
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.protocol.progress import earliest
+from kvtransfer.protocol.progress import EventOutlet, earliest
 from kvtransfer.transfer.paths import PageChecksums, PathOffers
 
 WAIT_S = 10.0  # longest preparation. A consumer's dialer waits longer

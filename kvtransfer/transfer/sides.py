@@ -24,10 +24,9 @@ from kvtransfer.ports import (
     OpenPairs,
     SetWeightVersion,
 )
-from kvtransfer.protocol.actions import EventOutlet
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.protocol.progress import earliest
+from kvtransfer.protocol.progress import EventOutlet, earliest
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.paths import PageBytes, PageChecksums, PathOffers, TransferPaths
 from kvtransfer.transfer.producer import ProducerSide

@@ -19,7 +19,7 @@ from kvtransfer.frontend_messages import (
     PairOpened,
 )
 from kvtransfer.ports import NodeCommand, NodeEvent
-from kvtransfer.protocol.actions import EventOutlet
+from kvtransfer.protocol.progress import EventOutlet
 from kvtransfer.transfer.sides import TransferSides
 
 log = logging.getLogger(__name__)

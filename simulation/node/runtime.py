@@ -19,7 +19,7 @@ from kvtransfer.backends.base import PagePool, PoolRegion
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import TransferPort
-from kvtransfer.protocol.actions import EventOutlet
+from kvtransfer.protocol.progress import EventOutlet
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, HostPageBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides

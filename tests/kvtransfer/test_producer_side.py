@@ -37,8 +37,8 @@ from kvtransfer.ports import (
     OpenedEvent,
     PublishCommand,
 )
-from kvtransfer.protocol.actions import EventOutlet
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.progress import EventOutlet
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.paths import PageChecksums, PathOffers
 from kvtransfer.transfer.producer import WAIT_S, HeldMessages, ProducerSide

@@ -38,7 +38,8 @@ from kvtransfer.ports import (
     TablePages,
     tables_of,
 )
-from kvtransfer.protocol.actions import EventOutlet, PageSum
+from kvtransfer.protocol.actions import PageSum
+from kvtransfer.protocol.progress import EventOutlet
 from kvtransfer.rank_messages import (
     DismissConsumer,
     OfferPaths,

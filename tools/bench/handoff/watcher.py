@@ -38,7 +38,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
-from kvtransfer.protocol.actions import EventOutlet
+from kvtransfer.protocol.progress import EventOutlet
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
