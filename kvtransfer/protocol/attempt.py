@@ -30,7 +30,14 @@ from kvtransfer.ports import (
     tables_of,
 )
 from kvtransfer.protocol.actions import CloseLink, ConsumerAction, OpenLink, PageSum, StartRead
-from kvtransfer.protocol.progress import DeadlineTimer, PageRanges, granted, table_pages
+from kvtransfer.protocol.progress import (
+    DeadlineTimer,
+    HandoffStatus,
+    PageRanges,
+    advance,
+    granted,
+    table_pages,
+)
 
 # One read in progress, and one for the link to continue with. The rest wait here, where the end of
 # their attempt removes them at once.
@@ -199,6 +206,7 @@ class ConsumerHandoff:
     tables: PageTables
     producer: ProducerPages
     kind: type[Source] = Prompt
+    state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ranges: PageRanges | None = None  # from Grant on
     unread: int = 0  # ranges whose pages have not landed
@@ -229,18 +237,17 @@ class ConsumerHandoff:
             )
         self.destination = command.destination_pages
         self.ranges = ranges
+        self.to(HandoffStatus.WAITING_FOR_INPUT)
 
     def admit(self, message: HandoffAdmitted, now: float) -> None:
         """Record that the producer has queued the hand-off.
 
         Raises:
-            ProtocolViolation: the attempt is not granted, already queued or published, or the
-                number of tokens to compute is impossible.
+            ProtocolViolation: the attempt is not granted or already queued, or the number of tokens
+                to compute is impossible.
         """
-        if self.ranges is None or self.ranges.begun or self.admitted is not None:
-            raise ProtocolViolation(
-                f"Admitted of {self.id} before Grant, after a Ready or for the second time"
-            )
+        if self.state is not HandoffStatus.WAITING_FOR_INPUT or self.admitted is not None:
+            raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
         if message.compute_tokens > self.num_tokens:
             raise ProtocolViolation(
                 f"Admitted of {self.id} with {message.compute_tokens} tokens to compute "
@@ -267,15 +274,15 @@ class ConsumerHandoff:
             raise ProtocolViolation(
                 f"Ready of {self.id}: the first token must be in the last Ready"
             )
-        is_first = not self.ranges.begun
         self.ranges.follow(message.start, message.end, len(pages), last=message.last)
         num_fresh = 0 if message.output is None else len(message.output.token_ids)
         if num_fresh != max(self.ranges.num_tokens - self.num_tokens, 0):
             raise ProtocolViolation(
                 f"Ready of {self.id} with {num_fresh} tokens after {self.num_tokens}"
             )
-        if is_first:
+        if self.state is not HandoffStatus.TRANSFERRING:
             self.first_ready = now
+        self.to(HandoffStatus.TRANSFERRING)
         if not pages:
             return None
         self.unread += 1
@@ -324,3 +331,6 @@ class ConsumerHandoff:
     @property
     def all_read(self) -> bool:
         return self.ranges is not None and self.ranges.complete and not self.unread
+
+    def to(self, new: HandoffStatus) -> None:
+        self.state = advance(self.state, new)

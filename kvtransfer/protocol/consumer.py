@@ -41,7 +41,13 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.actions import ConfirmRead, ConsumerAction, ExpectPages
 from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
-from kvtransfer.protocol.progress import DeadlineTimer, ProducerPace, ProtocolEnd, earliest
+from kvtransfer.protocol.progress import (
+    DeadlineTimer,
+    HandoffStatus,
+    ProducerPace,
+    ProtocolEnd,
+    earliest,
+)
 
 # Pages of each table that a migrating request may still fill before it stops, and in its next step.
 _MORE_PAGES = 2
@@ -292,7 +298,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
                     self._send(attempt.stream, command)
-                    self._leave(attempt)
+                    self._leave(attempt, HandoffStatus.FAILED)
             case InvalidateCommand(producer, message):
                 stream = self._stream_to(producer)
                 if stream is not None:
@@ -370,7 +376,7 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
         held = CompletedEvent(attempt.id, attempt.landed, attempt.num_kv)
         confirm = ConfirmRead(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
-        self._leave(attempt)
+        self._leave(attempt, HandoffStatus.SUCCESS)
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node, and notify the producer at once (rule 2)."""
@@ -379,9 +385,10 @@ class ConsumerEnd(ProtocolEnd[_Stream, ConsumerAction]):
 
     def _lose(self, attempt: ConsumerHandoff, event: FailedEvent) -> None:
         self._actions.append(event)
-        self._leave(attempt)
+        self._leave(attempt, HandoffStatus.FAILED)
 
-    def _leave(self, attempt: ConsumerHandoff) -> None:
+    def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
+        attempt.to(end)
         del self._attempts[attempt.id]
         for wait in _Wait:
             self._deadlines.drop(_Key(attempt.id, wait))

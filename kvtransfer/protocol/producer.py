@@ -37,8 +37,10 @@ from kvtransfer.ports import (
 from kvtransfer.protocol.actions import ExposePages, ProducerAction, WithdrawPages
 from kvtransfer.protocol.progress import (
     DeadlineTimer,
+    HandoffStatus,
     PageRanges,
     ProtocolEnd,
+    advance,
     earliest,
     granted,
     table_pages,
@@ -62,6 +64,7 @@ class _Handoff:
     stream: int
     num_tokens: int  # as opened
     kind: type[Source]
+    state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     ranges: PageRanges | None = None  # from Grant on
     admitted: bool = False
 
@@ -154,7 +157,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             case CancelHandoff():
                 handoff = self._known(stream, message.id)
                 if handoff is not None:
-                    self._drop(handoff, f"cancelled: {message.reason}")
+                    self._drop(handoff, HandoffStatus.FAILED, f"cancelled: {message.reason}")
             case InvalidatePrefix():
                 self._actions.append(message)
             case _:
@@ -198,6 +201,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             prefix_tokens=prefix,
             room_tokens=room,
         )
+        handoff.state = advance(handoff.state, HandoffStatus.WAITING_FOR_INPUT)
         self._actions.append(GrantedEvent(handoff.serial, prefix, room, message.gib_per_s))
 
     def _finish(self, stream: int, message: ReadsDone) -> None:
@@ -208,7 +212,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
         if handoff.ranges is None or not handoff.ranges.complete:
             raise ProtocolViolation(f"Done of {message.id} before its last Ready")
         self._send(stream, PagesReleased(message.id, held=True))
-        self._drop(handoff, "the consumer has all pages", completed=True)
+        self._drop(handoff, HandoffStatus.SUCCESS, "the consumer has all pages")
 
     def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
         handoff = self._handoffs.get(id)
@@ -239,6 +243,7 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
             ranges.follow(command.start, command.end, len(command.pages), last=command.last)
         except ProtocolViolation as error:
             raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
+        handoff.state = advance(handoff.state, HandoffStatus.TRANSFERRING)
         if len(command.pages):
             spans = table_pages(
                 handoff.kind, ranges.tables, ranges.spans(command.start, command.end, command.last)
@@ -256,19 +261,21 @@ class ProducerEnd(ProtocolEnd[_Stream, ProducerAction]):
 
     def _fail(self, handoff: _Handoff, failed: HandoffFailed) -> None:
         self._send(handoff.stream, failed)
-        self._drop(handoff, failed.reason)
+        self._drop(handoff, HandoffStatus.FAILED, failed.reason)
 
-    def _drop(self, handoff: _Handoff, reason: str, *, completed: bool = False) -> None:
+    def _drop(self, handoff: _Handoff, end: HandoffStatus, reason: str) -> None:
+        handoff.state = advance(handoff.state, end)
         del self._handoffs[handoff.id], self._ids[handoff.serial]
         self._budgets.drop(handoff.id)
         self._actions.append(WithdrawPages(handoff.id))
+        completed = end is HandoffStatus.SUCCESS
         self._actions.append(ClosedEvent(handoff.serial, handoff.id, completed, reason))
 
     def _forget_stream(
         self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
     ) -> None:
         for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
-            self._drop(handoff, reason)
+            self._drop(handoff, HandoffStatus.FAILED, reason)
         self._heartbeats.stop(stream)
         del self._streams[stream]
 

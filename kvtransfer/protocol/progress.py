@@ -1,5 +1,14 @@
-"""Parts of the state machines of both ends: published ranges, deadlines, heartbeats, streams and
-output.
+"""Parts of the state machines of both ends: hand-off states, published ranges, deadlines,
+heartbeats, streams and output.
+
+Both ends use the same states, with SGLang's names:
+
+    BOOTSTRAPPING      opened, not granted
+    WAITING_FOR_INPUT  granted, nothing published
+    TRANSFERRING       pages published, being read
+    SUCCESS | FAILED   ended
+
+    BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS;  all but SUCCESS -> FAILED
 
 A hand-off has ranges from its Grant on. The published token ranges of a hand-off are consecutive.
 
@@ -12,14 +21,44 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from common.config import TransferConfig
-from common.errors import ProtocolViolation
+from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables, num_pages_of
 from kvtransfer.frontend_messages import EndStream, PairOutput, SendMessage
 from kvtransfer.messages import AnyMessage, Live, Prefix, Source
 from kvtransfer.ports import PIECES, NodeEvent, TablePages
+
+
+class HandoffStatus(Enum):
+    BOOTSTRAPPING = "bootstrapping"
+    WAITING_FOR_INPUT = "waiting_for_input"
+    TRANSFERRING = "transferring"
+    SUCCESS = "success"
+    FAILED = "failed"
+
+
+_NEXT = {
+    HandoffStatus.BOOTSTRAPPING: {HandoffStatus.WAITING_FOR_INPUT, HandoffStatus.FAILED},
+    HandoffStatus.WAITING_FOR_INPUT: {HandoffStatus.TRANSFERRING, HandoffStatus.FAILED},
+    HandoffStatus.TRANSFERRING: {
+        HandoffStatus.TRANSFERRING,
+        HandoffStatus.SUCCESS,
+        HandoffStatus.FAILED,
+    },
+    HandoffStatus.SUCCESS: set(),
+    HandoffStatus.FAILED: set(),
+}
+
+
+def advance(old: HandoffStatus, new: HandoffStatus) -> HandoffStatus:
+    """Return `new`. Raises EngineFault if a hand-off in state `old` cannot enter it."""
+    if new not in _NEXT[old]:
+        raise EngineFault(f"a hand-off cannot go from {old.name} to {new.name}")
+    return new
+
 
 _PIECES = PageTables(1)  # one page for each piece
 
@@ -112,11 +151,6 @@ class PageRanges:
     # Set for a running request (which continues meanwhile), a PREFIX and pieces. These have only
     # one range, which determines the number of tokens.
     ends: RangeEnds | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Return whether a range has been published."""
-        return self.complete or self.next > self.start
 
     @property
     def num_pages(self) -> int:

@@ -19,6 +19,7 @@ import pytest
 from kvtransfer.messages import GrantHandoff, HandoffFailed, PagesReleased, ReadsDone
 from kvtransfer.ports import OpenedEvent
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.progress import HandoffStatus
 from tests.kvtransfer.search.search import PATIENT, search
 from tests.kvtransfer.search.sides.hand_off import (
     Broken,
@@ -99,7 +100,7 @@ def _keeps_the_old_stream(self: ProducerEnd, stream: int, consumer: int, now: fl
 def _drops_all_of_its_consumer(self: ProducerEnd, stream: int, reason: str, **ended: bool) -> None:
     consumer = self._streams[stream].consumer
     for handoff in [each for each in self._handoffs.values() if each.id.instance == consumer]:
-        self._drop(handoff, reason)
+        self._drop(handoff, HandoffStatus.FAILED, reason)
     self._heartbeats.stop(stream)
     del self._streams[stream]
 
