@@ -239,9 +239,15 @@ class Explainer:
         return _together(name, known, said)
 
 
+# Fields of `summary` and `details` that ExplainResponse repeats.
 _REPEATED = (
-    *("label", "outcome", "error", "seconds"),
-    *("prompt_tokens", "cached_tokens", "completion_tokens"),
+    "label",
+    "outcome",
+    "error",
+    "seconds",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
 )
 
 

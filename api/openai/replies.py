@@ -268,8 +268,13 @@ def _encoded(
     """Return the envelope. `first`: piece with the prompt's token ids, if they are returned."""
     return encode(
         ResponseEnvelope(
-            *(origin.id, kind, origin.created, origin.model, choices),
-            *(version.system_fingerprint, usage),
+            origin.id,
+            kind,
+            origin.created,
+            origin.model,
+            choices,
+            version.system_fingerprint,
+            usage,
             msgspec.UNSET if first is None else prompt_ids(first),
         )
     )

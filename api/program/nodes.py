@@ -80,10 +80,9 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     elif not here_only:
         log.warning("clients need no API key: --api-keys is not set %s", kv(host=host))
     held = keyrings(config.server.secret_file, "router")
+    operators_prove = not (here_only or config.server.insecure)
     return Clients(
-        guard=ApiKeyGuard(
-            *(keyring, held, metrics), operators_prove=not (here_only or config.server.insecure)
-        ),
+        guard=ApiKeyGuard(keyring, held, metrics, operators_prove=operators_prove),
         keyring=keyring,
         hosts=AllowedHosts(host, config.clients.allowed_hosts),
         cors=Cors(config.clients.cors_origins),
@@ -226,7 +225,11 @@ async def make_pool(
             model cannot make the configured vectors or scores.
     """
     model = served_model(
-        *(files, config.reasoning_parser, config.tool_parser, config.images, config.tool_arguments)
+        files,
+        config.reasoning_parser,
+        config.tool_parser,
+        config.images,
+        config.tool_arguments,
     )
     resources.callback(model.prompts.close)
     name = config.served_model_name or files.name
@@ -247,8 +250,33 @@ async def make_pool(
         reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
         has_nodes=bool(config.prefill),
     )
-    dispatcher = Dispatcher(
-        *(model, nodes.cluster, admission, records),
+    idempotency = IdempotencyCache(
+        _dispatcher(config, model, nodes.cluster, admission, records, budget),
+        keep_s=config.idempotency_ttl_s,
+        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
+    )
+    return ModelPool(
+        *(name, config, model, metrics, records, admission, *nodes),
+        changed=changed,
+        idempotency=idempotency,
+        pooling_service=pooling_service,
+        names=ModelNames(name, nodes.cluster.adapters.by_name),
+    )
+
+
+def _dispatcher(
+    config: RouterConfig,
+    model: ServedModel,
+    cluster: Cluster,
+    admission: RequestLimiter,
+    records: RequestRecords,
+    budget: TimeBudget,
+) -> Dispatcher:
+    return Dispatcher(
+        model,
+        cluster,
+        admission,
+        records,
         budget=budget,
         priorities=PriorityLimits(
             config.clients.priority,
@@ -256,16 +284,6 @@ async def make_pool(
         ),
         returns_cached_tokens=not config.hide_cached_tokens,
         stream_interval=config.stream_interval,
-    )
-    idempotency = IdempotencyCache(
-        dispatcher,
-        keep_s=config.idempotency_ttl_s,
-        max_bytes=MAX_BYTES // len(base.config.each_model),  # limit of all models together
-    )
-    return ModelPool(
-        *(name, config, model, metrics, records, admission, *nodes),
-        *(changed, idempotency, pooling_service),
-        ModelNames(name, nodes.cluster.adapters.by_name),
     )
 
 

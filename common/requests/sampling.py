@@ -222,9 +222,9 @@ _OPTIONAL = tuple(
 )
 _optional = attrgetter(*(name for name, _ in _OPTIONAL))
 # Parameters that are one number in the proto.
-_SCALARS = frozenset(SamplingParams.__struct_fields__) - {
-    *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_word_ids", "guide", "thought")
-}
+_SCALARS = frozenset(SamplingParams.__struct_fields__).difference(
+    ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_word_ids", "guide", "thought")
+)
 
 
 def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:

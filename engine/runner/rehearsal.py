@@ -23,7 +23,9 @@ def padding(
     if shape.is_ragged:
         starts, sampled = shape.padded_starts(np.zeros(1, np.int32)), np.zeros(num_tokens, np.int64)
     return _over_dummies(
-        *(num_tables, num_pages, state_pages),
+        num_tables,
+        num_pages,
+        state_pages,
         positions=np.zeros(num_tokens, dtype=np.int32),
         lengths=np.zeros(num_rows, dtype=np.int32),
         query_starts=starts,
@@ -47,7 +49,9 @@ def mixed_rehearsal(
     lengths = np.zeros(num_rows, dtype=np.int32)
     lengths[0] = num_prompt
     return _over_dummies(
-        *(num_tables, -(-num_prompt // page_size), state_pages),
+        num_tables,
+        -(-num_prompt // page_size),
+        state_pages,
         positions=np.arange(num_tokens, dtype=np.int32),
         lengths=lengths,
         query_starts=np.concatenate((np.zeros(1, dtype=np.int32), starts)),
@@ -65,7 +69,9 @@ def verify_rehearsal(
     num_tokens, rows = 2 * num_rows, np.arange(num_rows, dtype=np.int32)
     firsts = np.arange(0, num_tokens, 2)
     forward = _over_dummies(
-        *(num_tables, -(-2 // page_size), state_pages),
+        num_tables,
+        -(-2 // page_size),
+        state_pages,
         positions=np.arange(num_tokens, dtype=np.int32) % 2,
         lengths=np.full(num_rows, 2, dtype=np.int32),
         query_starts=np.arange(0, num_tokens + 1, 2, dtype=np.int32),

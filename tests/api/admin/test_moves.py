@@ -75,7 +75,7 @@ async def test_a_failed_migration_has_no_effect_on_the_client(client, router, d0
     """It is retried after a pause, and the source continues the request in between."""
     monkeypatch.setattr(generation, "_AGAIN_S", 0.3)
     call, first, second = await _leaves(client, d0, d1)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # the pause begins with the rejection, not with the migration
     rejected_at = time.monotonic()
     d1.finish(second.number, reason=FINISH_REASON_ERROR, error_code=UNAVAILABLE)
     third = await d1.submitted()

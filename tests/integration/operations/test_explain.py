@@ -39,13 +39,13 @@ async def test_a_request_is_explained_by_all_its_processes(make: Callable[..., C
         assert sorted(e["event"]["what"] for e in by_id["events"]) == sorted(
             e["event"]["what"] for e in reported["events"]
         )
-        unknown = await get(cluster.http_port, "/requests/nobody/events")
+        unknown = await get(cluster.http_port, "/requests/unknown/events")
         assert unknown.status == 404
         words = unknown.json["error"]["message"]
-        assert "'nobody'" in words and f"prefill {prefill.address} its last 1" in words
+        assert "'unknown'" in words and f"prefill {prefill.address} its last 1" in words
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.explain("nobody")
+            await cluster.explain("unknown")
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, words)
-        said = await cluster.baton("requests show", "nobody")
+        said = await cluster.baton("requests show", "unknown")
         assert (said.returncode, said.stdout) == (1, "")
         assert said.stderr == f"baton requests show: {cluster.address}: NOT_FOUND: {words}\n"

@@ -216,7 +216,7 @@ def test_memory_of_a_device_is_registered_with_its_number():
 # Seen failing without either `self._proved.close()` in NixlConnection.
 @pytest.mark.parametrize(
     "offer, transports",
-    [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
+    [({}, HOST), ({"metadata": b"unknown"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
     ids=["connected", "not met", "no agent"],
 )
 def test_resources_of_a_path_are_released_with_and_without_a_connection(
@@ -334,7 +334,7 @@ def test_an_unproven_path_is_not_used(producer, change, reason):
 # Seen failing without the check of the digest in `prove_same_host`.
 def test_metadata_that_the_producer_does_not_confirm_is_not_used(producer):
     with pytest.raises(TransferError, match="is not that of the producer's agent"):
-        connect(producer, changed(producer, metadata=b"nobody"), NixlBackend())
+        connect(producer, changed(producer, metadata=b"unknown"), NixlBackend())
 
 
 def test_a_missing_nixl_is_reported(monkeypatch):

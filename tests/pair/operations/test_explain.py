@@ -1,4 +1,4 @@
-"""What nodes record about a request: events, by which both explain it, and the timeline of its end.
+"""Records of nodes about a request: events, which explain it, and the timeline of its end.
 Also the open hand-offs in their watchdog reports."""
 
 import pytest
